@@ -1,0 +1,159 @@
+"""The GPU as ds41rt sees it: one protocol over ints, implemented by the host backend and by the CUDA driver.
+
+Streams are explicit and non-blocking; there is no default stream. Every allocation carries a name. Nothing here knows
+layers, experts or settings, and nobody but `open_backend` chooses a backend.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds41rt.cu.kernel import KernelLaunch, KernelSpec
+from ds41rt.errors import InputError, UnsupportedError
+
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+Graph = NewType("Graph", int)
+GraphExec = NewType("GraphExec", int)
+
+
+class CaptureStatus(IntEnum):
+    """`CUstreamCaptureStatus`."""
+
+    NONE = 0
+    ACTIVE = 1
+    INVALIDATED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """A named device allocation: address and size in bytes."""
+
+    name: str
+    ptr: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBuffer:
+    """Host memory that takes part in copies. `array` is its uint8 view; `pinned` says whether the driver page-locked it.
+
+    Pinned bytes are read when a copy *executes*, and again at every replay of a captured copy. `device_ptr` is the
+    address under which kernels can read a pinned buffer in place; 0 for pageable memory.
+    """
+
+    name: str
+    ptr: int
+    nbytes: int
+    array: NDArray[np.uint8]
+    pinned: bool
+    device_ptr: int = 0
+
+    @classmethod
+    def pageable(cls, name: str, array: NDArray[Any]) -> "HostBuffer":
+        """Ordinary memory as a copy operand; `array` must be C-contiguous and is kept alive by the result."""
+        flat = array.reshape(-1).view(np.uint8)
+        if flat.size and not np.shares_memory(flat, array):
+            raise InputError(f"host buffer {name!r}: the array must be C-contiguous")
+        return cls(name, int(flat.ctypes.data), flat.nbytes, flat, False)
+
+
+class GpuBackend(Protocol):
+    """About the driver API's own verbs. Every method raises `CudaError` with the failing call's name and code.
+
+    Asynchronous calls append to a stream and return. `label` names the operation in errors, race reports and graphs.
+    """
+
+    name: str
+
+    def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
+        """Plain device memory, 256-byte aligned, contents undefined. Raises `OutOfDeviceMemory`."""
+
+    def free(self, buf: DeviceBuffer) -> None: ...
+
+    def alloc_pinned(self, name: str, nbytes: int) -> HostBuffer:
+        """Page-locked, mapped host memory. Raises `OutOfDeviceMemory`."""
+
+    def free_pinned(self, buf: HostBuffer) -> None: ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) device memory in bytes."""
+
+    def ledger(self) -> Iterable[DeviceBuffer | HostBuffer]:
+        """Everything allocated through this backend and not freed yet."""
+
+    def create_stream(self, name: str) -> Stream: ...
+
+    def destroy_stream(self, stream: Stream) -> None: ...
+
+    def synchronize(self, stream: Stream) -> None:
+        """Block until the stream is empty; a deferred error of its work is raised here."""
+
+    def create_event(self, name: str) -> Event: ...
+
+    def destroy_event(self, event: Event) -> None: ...
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work enqueued on `stream` from here on runs after what `event` recorded last."""
+
+    def query_event(self, event: Event) -> bool:
+        """True when what the event recorded has completed."""
+
+    def synchronize_event(self, event: Event) -> None: ...
+
+    def copy_h2d(self, dst: int, src: HostBuffer, nbytes: int, stream: Stream, src_off: int = 0, label: str = "") -> None: ...
+
+    def copy_d2h(self, dst: HostBuffer, src: int, nbytes: int, stream: Stream, dst_off: int = 0, label: str = "") -> None:
+        """The bytes are in `dst` once the stream was synchronised, not before."""
+
+    def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream, label: str = "") -> None: ...
+
+    def fill(self, dst: int, byte: int, nbytes: int, stream: Stream, label: str = "") -> None: ...
+
+    def prepare(self, spec: KernelSpec, args: Mapping[str, int | float], label: str) -> KernelLaunch:
+        """Check and pack the arguments of a launch once; loads the kernel if needed (never inside a capture)."""
+
+    def launch(self, launch: KernelLaunch, stream: Stream) -> None: ...
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Relaxed mode: only this stream, and streams that wait for its events, are recorded."""
+
+    def capture_status(self, stream: Stream) -> CaptureStatus: ...
+
+    def end_capture(self, stream: Stream) -> Graph: ...
+
+    def abort_capture(self, stream: Stream) -> None:
+        """End and drop whatever capture the stream takes part in; nothing if it takes part in none. Never raises 900s."""
+
+    def instantiate(self, graph: Graph) -> GraphExec: ...
+
+    def launch_graph(self, graph_exec: GraphExec, stream: Stream) -> None: ...
+
+    def destroy_graph(self, graph: Graph) -> None: ...
+
+    def destroy_exec(self, graph_exec: GraphExec) -> None: ...
+
+    def close(self) -> None:
+        """Release everything. Idempotent; reports nothing that was not already reported."""
+
+
+def open_backend(name: str = "auto", *, schedule: str = "lazy") -> tuple[GpuBackend, str]:
+    """Open "host", "cuda" or "auto"; returns the backend and one sentence that says why it was chosen.
+
+    `schedule` ("lazy", "eager" or "random:SEED") is how the host backend orders deferred work. Raises `InputError` for
+    an unknown name or schedule and `UnsupportedError` for a backend that this machine or build cannot run.
+    """
+    from ds41rt.cu.host import HostBackend
+
+    if name == "cuda":
+        raise UnsupportedError("backend 'cuda' is not built yet in this version; use --backend host")
+    if name not in ("auto", "host"):
+        raise InputError(f"backend {name!r} is unknown; use auto, host or cuda")
+    why = "asked for" if name == "host" else "the CUDA backend is not built yet in this version"
+    return HostBackend(schedule=schedule), why
