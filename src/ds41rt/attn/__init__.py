@@ -1,0 +1,1 @@
+"""Per-sequence attention state and the host half of the index layers."""

@@ -40,7 +40,7 @@ class DeviceBuffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBuffer:
-    """Host memory that takes part in copies. `array` is its uint8 view; `pinned` says whether the driver page-locked it.
+    """Host memory that takes part in copies. `array` is its uint8 view; `pinned` says if the driver page-locked it.
 
     Pinned bytes are read when a copy *executes*, and again at every replay of a captured copy. `device_ptr` is the
     address under which kernels can read a pinned buffer in place; 0 for pageable memory.
@@ -107,9 +107,13 @@ class GpuBackend(Protocol):
 
     def synchronize_event(self, event: Event) -> None: ...
 
-    def copy_h2d(self, dst: int, src: HostBuffer, nbytes: int, stream: Stream, src_off: int = 0, label: str = "") -> None: ...
+    def copy_h2d(
+        self, dst: int, src: HostBuffer, nbytes: int, stream: Stream, src_off: int = 0, label: str = ""
+    ) -> None: ...
 
-    def copy_d2h(self, dst: HostBuffer, src: int, nbytes: int, stream: Stream, dst_off: int = 0, label: str = "") -> None:
+    def copy_d2h(
+        self, dst: HostBuffer, src: int, nbytes: int, stream: Stream, dst_off: int = 0, label: str = ""
+    ) -> None:
         """The bytes are in `dst` once the stream was synchronised, not before."""
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream, label: str = "") -> None: ...
@@ -129,7 +133,7 @@ class GpuBackend(Protocol):
     def end_capture(self, stream: Stream) -> Graph: ...
 
     def abort_capture(self, stream: Stream) -> None:
-        """End and drop whatever capture the stream takes part in; nothing if it takes part in none. Never raises 900s."""
+        """End and drop the capture that the stream takes part in, if any; raises no 900s."""
 
     def instantiate(self, graph: Graph) -> GraphExec: ...
 

@@ -1,0 +1,90 @@
+"""Graphs: captured commands with their edges, and one replay of them as a single command.
+
+A node holds its command, and with it launch objects and host buffers, for as long as the graph or an executable made
+from it exists. This file must not know streams, events or how a capture comes about.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from ds41rt.cu.host.command import Command, Kind, Operand
+from ds41rt.cu.host.memory import Memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A captured command, the stream it was captured from, and the earlier nodes that must complete before it."""
+
+    command: Command
+    stream: str
+    deps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One node for tools: what it does, on which memory, after which nodes."""
+
+    index: int
+    kind: Kind
+    label: str
+    operands: tuple[Operand, ...]
+    deps: tuple[int, ...]
+
+
+def describe(nodes: Sequence[Node]) -> list[NodeInfo]:
+    """The nodes in capture order, free of references to live objects."""
+    return [NodeInfo(i, n.command.kind, n.command.label, n.command.operands(), n.deps) for i, n in enumerate(nodes)]
+
+
+def unreached(nodes: Sequence[Node], frontier: Sequence[int]) -> list[int]:
+    """Indices of nodes that are neither in `frontier` nor needed by it."""
+    reached = [False] * len(nodes)
+    for i in frontier:
+        reached[i] = True
+    # Edges point to earlier nodes, so one backward pass is enough.
+    for i in range(len(nodes) - 1, -1, -1):
+        if reached[i]:
+            for dep in nodes[i].deps:
+                reached[dep] = True
+    return [i for i, hit in enumerate(reached) if not hit]
+
+
+class GraphLaunch:
+    """One executable graph as a command: running it runs every node once, in capture order."""
+
+    kind: Literal["graph"] = "graph"
+
+    def __init__(self, nodes: tuple[Node, ...], label: str) -> None:
+        self.nodes = nodes
+        self.label = label
+        self._commands = tuple(n.command for n in nodes)
+
+    def run(self, memory: Memory) -> None:
+        for command in self._commands:
+            command.run(memory)
+
+    def operands(self) -> tuple[Operand, ...]:
+        return tuple(operand for command in self._commands for operand in command.operands())
+
+    def pieces(self, rng: Random) -> Iterator[Command]:
+        """The nodes one by one in a random order that respects the edges; child graphs are taken apart too."""
+        missing = [len(n.deps) for n in self.nodes]
+        users: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for dep in node.deps:
+                users[dep].append(i)
+        ready = [i for i, count in enumerate(missing) if count == 0]
+        while ready:
+            i = ready.pop(rng.randrange(len(ready)))
+            command = self._commands[i]
+            if isinstance(command, GraphLaunch):
+                yield from command.pieces(rng)
+            else:
+                yield command
+            # The caller comes back for the next piece only after this one has run.
+            for user in users[i]:
+                missing[user] -= 1
+                if missing[user] == 0:
+                    ready.append(user)

@@ -1,0 +1,203 @@
+"""Streams, events and the schedules that decide when enqueued work runs.
+
+Enqueued work is a graph of operations: each depends on its stream's previous one and on what the stream was told to
+wait for. Any order that respects those edges is legal. This file must not know captures or status codes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from ds41rt.cu.host.command import Command
+from ds41rt.cu.host.graph import GraphLaunch
+from ds41rt.cu.host.memory import Memory
+from ds41rt.errors import InputError
+
+if TYPE_CHECKING:
+    from ds41rt.cu.host.capture import Capture
+
+
+class Op:
+    """A command (or, without one, a mere join point) enqueued on a stream."""
+
+    __slots__ = ("command", "deps", "done", "pieces", "stream")
+
+    def __init__(self, command: Command | None, stream: int, deps: tuple["Op", ...]) -> None:
+        self.command = command
+        self.stream = stream
+        self.deps = deps
+        self.done = False
+        # The rest of a graph that a random schedule has begun.
+        self.pieces: Iterator[Command] | None = None
+
+    def ready(self) -> bool:
+        return all(dep.done for dep in self.deps)
+
+    def run(self, memory: Memory) -> None:
+        if self.command is not None:
+            self.command.run(memory)
+        self.finish()
+
+    def finish(self) -> None:
+        """Mark as completed and let go of what came before, or every operation ever enqueued would stay alive."""
+        self.done = True
+        self.command = self.pieces = None
+        self.deps = ()
+
+
+class StreamState:
+    """A stream: its last operation, events waited for since, and its place in a capture.
+
+    `frontier` holds the indices of the captured nodes that the next captured node comes after.
+    """
+
+    __slots__ = ("capture", "frontier", "handle", "name", "tail", "waits")
+
+    def __init__(self, name: str, handle: int) -> None:
+        self.name = name
+        self.handle = handle
+        self.tail: Op | None = None
+        self.waits: list[Op] = []
+        self.capture: Capture | None = None
+        self.frontier: tuple[int, ...] = ()
+
+    def append(self, command: Command | None) -> Op:
+        """A new last operation; the caller hands it to the schedule."""
+        tail = self.tail
+        if self.waits:
+            deps = (*self.waits, tail) if tail is not None else tuple(self.waits)
+            self.waits.clear()
+        else:
+            deps = (tail,) if tail is not None else ()
+        op = self.tail = Op(command, self.handle, deps)
+        return op
+
+
+class EventState:
+    """An event and its last record: an operation (None: the stream was empty), or a point in a capture."""
+
+    __slots__ = ("capture", "frontier", "name", "op", "recorded")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.recorded = False
+        self.op: Op | None = None
+        self.capture: Capture | None = None
+        self.frontier: tuple[int, ...] = ()
+
+    def record(self, op: Op | None, capture: "Capture | None", frontier: tuple[int, ...]) -> None:
+        self.recorded = True
+        self.op = op
+        self.capture = capture
+        self.frontier = frontier
+
+
+class Schedule(Protocol):
+    """When operations run. Every method runs work at once and lets its exceptions through."""
+
+    def submit(self, op: Op) -> None:
+        """An operation was enqueued."""
+
+    def finish(self, op: Op) -> None:
+        """Return once the operation has completed."""
+
+    def advance(self, op: Op) -> None:
+        """Make a little progress towards the operation, so that polling comes to an end."""
+
+
+class Lazy:
+    """Nothing runs until something waits for it, and then only what that wait depends on."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def submit(self, op: Op) -> None:
+        pass
+
+    def finish(self, op: Op) -> None:
+        memory = self._memory
+        stack = [op]
+        while stack:
+            op = stack[-1]
+            before = len(stack)
+            for dep in op.deps:
+                if not dep.done:
+                    stack.append(dep)
+            if len(stack) == before:
+                if not op.done:
+                    op.run(memory)
+                stack.pop()
+
+    def advance(self, op: Op) -> None:
+        while not op.done:
+            behind = next((dep for dep in op.deps if not dep.done), None)
+            if behind is None:
+                op.run(self._memory)
+                return
+            op = behind
+
+
+class Eager(Lazy):
+    """Everything runs when it is enqueued."""
+
+    def submit(self, op: Op) -> None:
+        self.finish(op)
+
+
+class Randomized:
+    """Any legal order, drawn from a seed; graphs are interleaved with other streams node by node."""
+
+    def __init__(self, memory: Memory, seed: int) -> None:
+        self._memory = memory
+        self._rng = Random(seed)
+        self._queues: dict[int, deque[Op]] = {}
+
+    def submit(self, op: Op) -> None:
+        self._queues.setdefault(op.stream, deque()).append(op)
+
+    def finish(self, op: Op) -> None:
+        while not op.done:
+            self._step()
+
+    def advance(self, op: Op) -> None:
+        if not op.done:
+            self._step()
+
+    def breathe(self) -> None:
+        """To be called at every call of the backend: work may run whenever it likes."""
+        for _ in range(self._rng.choice((0, 0, 0, 1, 2, 5))):
+            self._step()
+
+    def _step(self) -> None:
+        """Run one operation, or one node of a graph, at the head of a random stream that can go on."""
+        ready = [queue for queue in self._queues.values() if queue[0].ready()]
+        if not ready:
+            return
+        queue = self._rng.choice(ready)
+        op = queue[0]
+        if op.pieces is None and isinstance(op.command, GraphLaunch):
+            op.pieces = op.command.pieces(self._rng)
+        if op.pieces is None:
+            op.run(self._memory)
+        else:
+            piece = next(op.pieces, None)
+            if piece is not None:
+                piece.run(self._memory)
+                return
+            op.finish()
+        queue.popleft()
+        if not queue:
+            del self._queues[op.stream]
+
+
+def make_schedule(text: str, memory: Memory) -> Schedule:
+    """ "lazy", "eager" or "random:SEED" (an integer). Raises `InputError`."""
+    if text == "lazy":
+        return Lazy(memory)
+    if text == "eager":
+        return Eager(memory)
+    kind, _, seed = text.partition(":")
+    if kind == "random" and seed.isascii() and seed.isdigit():
+        return Randomized(memory, int(seed))
+    raise InputError(f"schedule {text!r} is unknown; use lazy, eager or random:SEED with a whole number, as random:7")

@@ -1,0 +1,525 @@
+"""The embedder's door: open a checkpoint, make sequences, step tokens, read counters, close.
+
+One thread at a time uses an engine; another gets a clear error, not a race. An exception inside a step leaves the
+sequence where it was: the same token can be stepped again with equal bits, and no other. Only a sticky device error
+closes the engine; every later call then says so.
+"""
+
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from os import PathLike, environ
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers
+from ds41rt.checkpoint.checkpoint import Checkpoint
+from ds41rt.checkpoint.engram_table import engram_constants
+from ds41rt.checkpoint.token_map import load_token_map
+from ds41rt.config import ModelConfig
+from ds41rt.cu.backend import GpuBackend, open_backend
+from ds41rt.cu.result import CudaError
+from ds41rt.engram.rows import EngramUpload
+from ds41rt.errors import ConfigError, ContextFullError, Ds41Error, EngineClosedError, InputError, UnsupportedError
+from ds41rt.moe.arena import ExpertArena, slot_nbytes
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.fetch import ExpertFetcher
+from ds41rt.moe.header import SLOT_TABLE_LAYERS
+from ds41rt.moe.route import MoeRouter, PlanBuffers, RouteConfig
+from ds41rt.moe.slots import SlotTable
+from ds41rt.settings import Settings
+from ds41rt.step.bodies import DecodeBodies, StepObserver, StepSequence
+from ds41rt.step.buffers import StepBuffers
+from ds41rt.step.launches import LaunchBuilder
+from ds41rt.step.machine import StepMachine
+from ds41rt.step.snapshot import Snapshots
+from ds41rt.step.state import Fork
+from ds41rt.step.weights import DeviceWeights
+
+log: Any = structlog.get_logger("ds41rt.engine")
+Mode = Literal["eager", "step-graph"]
+Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
+
+# What the selection kernel takes in one block.
+_ROUTE_MAX_EXPERTS, _ROUTE_MAX_TOP_K = 1024, 8
+_DEFAULT_CONTEXT = 4096
+# Share of the free device memory that experts may take when no budget is given; the rest is for sequences.
+_ARENA_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the engine was opened; of completed tokens only, so the equations hold at any time.
+
+    replays == clean_replays + sum(falls.values()); device_hits + host_hits + misses == layers * top-k * tokens.
+    """
+
+    tokens: int
+    captures: int
+    recaptures: int
+    replays: int
+    clean_replays: int
+    falls: dict[str, int]
+    falls_by_layer: list[int]
+    device_hits: int
+    host_hits: int
+    misses: int
+    expert_nbytes_read: int
+    expert_slots: int
+    device_nbytes: int
+    pinned_nbytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DecodeSequence:
+    """One text being decoded. `position` is the number of tokens processed. Made by `Engine.new_sequence`."""
+
+    def __init__(self, engine: "Engine", step: StepSequence) -> None:
+        self._engine = engine
+        self.step = step
+        self.position = 0
+        self.closed = False
+
+    def reset(self) -> None:
+        """Start over with an empty text; buffers are kept, so no graph is captured again."""
+        self._engine.check_sequence(self)
+        self.position = 0
+
+    def close(self) -> None:
+        """Free the sequence's device memory. Idempotent."""
+        self._engine.close_sequence(self)
+
+    def __enter__(self) -> "DecodeSequence":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Engine:
+    """Decodes one checkpoint on one backend. Use `Engine.open`, and `close` it (or a `with` block)."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        settings: Settings,
+        *,
+        schedule: str = "lazy",
+        expert_slots: int | None = None,
+        backend: GpuBackend | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        _check_platform()
+        self.settings = settings
+        self._busy = threading.Lock()
+        self._closed_because: str | None = None
+        self._sequences: set[DecodeSequence] = set()
+        self._next_ident = 1
+        self._seen = _Counts()
+        with ExitStack() as stack:
+            self._checkpoint = stack.enter_context(Checkpoint.open(Path(path)))
+            self.config: ModelConfig = self._checkpoint.config
+            limit = self.config.max_positions
+            self.max_context = settings.max_context or min(_DEFAULT_CONTEXT, limit)
+            if self.max_context > limit:
+                raise ConfigError(f"max_context {self.max_context} is above the model's {limit} positions")
+            if backend is None:
+                backend, why = open_backend(settings.backend, schedule=schedule)
+                stack.callback(backend.close)
+                log.info("backend chosen", backend=backend.name, why=why)
+            self.backend = backend
+            self._build(stack, expert_slots, progress)
+            self._stack = stack.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        *,
+        mode: Mode | None = None,
+        schedule: str = "lazy",
+        expert_slots: int | None = None,
+        backend: GpuBackend | str | None = None,
+        progress: Progress | None = None,
+        **overrides: Any,
+    ) -> "Engine":
+        """Open the checkpoint directory `path`.
+
+        `overrides` are fields of `Settings` and go before the environment's `DS41RT_*`. `mode` "step-graph" asks for
+        graph segments. `expert_slots` is the number of experts held on the device (default: what the budget allows, at
+        most all). `backend` is "auto", "host" or "cuda", or an open backend, which the engine then does not close.
+        `progress(done, total)` is called in bytes while weights load. Raises `Ds41Error` subtypes; nothing is left
+        behind then.
+        """
+        if mode is not None:
+            if mode not in ("eager", "step-graph"):
+                raise InputError(f"mode {mode!r} is unknown; use eager or step-graph")
+            overrides["step_graph"] = mode == "step-graph"
+        if isinstance(backend, str):
+            overrides["backend"] = backend
+            backend = None
+        settings = Settings.from_env(environ, **overrides)
+        return cls(path, settings, schedule=schedule, expert_slots=expert_slots, backend=backend, progress=progress)
+
+    # ---- building
+
+    def _build(self, stack: ExitStack, expert_slots: int | None, progress: Progress | None) -> None:
+        cfg, settings, backend = self.config, self.settings, self.backend
+
+        def own(resource: _T, close: Callable[[_T], None]) -> _T:
+            stack.callback(self._release, close, resource)
+            return resource
+
+        self.stream = own(backend.create_stream("compute"), backend.destroy_stream)
+        side = own(backend.create_stream("shared expert"), backend.destroy_stream)
+        self.fork = Fork(
+            side,
+            own(backend.create_event("shared fork"), backend.destroy_event),
+            own(backend.create_event("shared join"), backend.destroy_event),
+        )
+        self._side = side
+        engram = None
+        if cfg.engram_layers and not settings.no_engram:
+            engram = EngramUpload(
+                backend, cfg, engram_constants(cfg), load_token_map(self._checkpoint.directory, cfg), self._checkpoint
+            )
+            own(engram, EngramUpload.close)
+        self.engram = engram
+        self._weights = own(DeviceWeights(backend, self._checkpoint, self.stream, progress), DeviceWeights.close)
+        self.buffers = own(StepBuffers(backend, cfg, self.max_context), StepBuffers.close)
+        self.block = own(SequenceBlock(backend, cfg), SequenceBlock.close)
+        n_slots = self._slot_count(expert_slots)
+        layout = self._checkpoint.expert_layout
+        self.cache = ExpertCache(cfg.n_layers, cfg.n_experts, n_slots, evict_random_pct=settings.evict_random_pct)
+        self.arena = own(ExpertArena(backend, layout, n_slots, cfg.top_k, self.stream), ExpertArena.close)
+        self.table = own(SlotTable(backend, self.cache, self.stream), SlotTable.close)
+        self._fetcher = own(
+            ExpertFetcher(backend, self.cache, self.arena, self._checkpoint, cfg.top_k), ExpertFetcher.close
+        )
+        self.router = own(
+            MoeRouter(
+                backend,
+                RouteConfig(cfg.n_experts, cfg.top_k, cfg.gate_temperature, cfg.route_scale, cfg.norm_topk_prob),
+                PlanBuffers(self.buffers.logits, self.buffers.ptrs_dev),
+                self.arena,
+                self.cache,
+                self.table,
+                self._fetcher,
+                [self._checkpoint.read(f"layers.{i}.ffn.gate.bias") for i in range(cfg.n_layers)],
+                diag=settings.device_route_diag,
+            ),
+            MoeRouter.close,
+        )
+        self.device_route = self._device_route_usable()
+        step_graph = self._step_graph_usable()
+        snapshots = None
+        if step_graph:
+            snapshots = own(Snapshots(backend, self.buffers.saved, cfg.n_layers), Snapshots.close)
+        builder = LaunchBuilder(
+            backend, cfg, self._weights, self.buffers, self.block.ptr, engram, self.arena, self.table, self.max_context
+        )
+        self.layers = [builder.layer(i) for i in range(cfg.n_layers)]
+        self._head = builder.head()
+        buf = self.buffers
+        baked: tuple[int, ...] = (
+            buf.hidden,
+            buf.streams,
+            buf.normed,
+            self.arena.base,
+            self.table.table.ptr,
+            self.arena.headers_ptr,
+        )
+        if snapshots is not None:
+            baked += (snapshots.ptr(0), self.block.ptr)
+        self.bodies = DecodeBodies(
+            backend,
+            cfg,
+            self.layers,
+            self.buffers,
+            self.block,
+            engram,
+            self.router,
+            snapshots,
+            baked,
+            self.fork,
+            device_route=self.device_route,
+            stale_keys=settings.index_keys == "reference",
+        )
+        own(self.bodies, DecodeBodies.close)
+        self._logits_host = own(backend.alloc_pinned("logits image", 4 * cfg.vocab), backend.free_pinned)
+        self._logits = self._logits_host.array.view(np.float32)
+        self.machine = StepMachine(
+            backend, self.bodies, self.stream, step_graph=step_graph, log=settings.step_graph_log
+        )
+        own(self.machine, StepMachine.close)
+        own(None, lambda _: self._drain())
+        backend.synchronize(self.stream)
+
+    def _slot_count(self, asked: int | None) -> int:
+        """Expert slots: as asked, or what the budget holds, at most one for every expert."""
+        cfg = self.config
+        everything = cfg.n_layers * cfg.n_experts
+        if asked is not None:
+            if asked < 1:
+                raise InputError(f"expert slots must be at least {cfg.top_k} (top-k), is {asked}")
+            return min(asked, everything)
+        size = slot_nbytes(self._checkpoint.expert_layout)
+        free, _ = self.backend.memory_info()
+        gib = self.settings.expert_cache_gib
+        budget = int(free * _ARENA_SHARE) if gib is None else int(gib * 2**30)
+        fits = budget // size - 1  # slot 0 is reserved
+        if fits < cfg.top_k:
+            raise ConfigError(
+                f"the expert budget of {budget} bytes holds {max(fits, 0)} experts of {size} bytes beside the reserved "
+                f"slot, fewer than one token's working set of {cfg.top_k}; raise DS41RT_EXPERT_CACHE_GIB"
+            )
+        n_slots = min(fits, everything)
+        log.info("expert budget", slots=n_slots, of=everything, budget_nbytes=budget, free_nbytes=free)
+        return n_slots
+
+    def _device_route_usable(self) -> bool:
+        if not self.settings.device_route:
+            return False
+        cfg = self.config
+        fits = (
+            cfg.n_experts <= _ROUTE_MAX_EXPERTS and cfg.top_k <= _ROUTE_MAX_TOP_K and cfg.n_layers <= SLOT_TABLE_LAYERS
+        )
+        if not fits:
+            log.warning(
+                "device route not usable, routing on the host",
+                n_experts=cfg.n_experts,
+                top_k=cfg.top_k,
+                n_layers=cfg.n_layers,
+                limits=(_ROUTE_MAX_EXPERTS, _ROUTE_MAX_TOP_K, SLOT_TABLE_LAYERS),
+            )
+        return fits
+
+    def _step_graph_usable(self) -> bool:
+        if not self.settings.step_graph:
+            return False
+        if not self.device_route:
+            log.warning("step graph not usable, the step runs eagerly", reason="the device route is off")
+        return self.device_route
+
+    # ---- use
+
+    def new_sequence(self) -> DecodeSequence:
+        """An empty sequence with buffers for `max_context` tokens. Raises `OutOfDeviceMemory` naming the buffer."""
+        with self._exclusive():
+            ident = self._next_ident
+            self._next_ident += 1
+            max_context = self.max_context
+            buffers = SequenceBuffers(self.backend, self.config, max_context, f"sequence {ident}")
+            seq = DecodeSequence(self, StepSequence(ident, buffers, np.zeros(max_context, np.int64)))
+            self._sequences.add(seq)
+            return seq
+
+    def decode_step(self, seq: DecodeSequence, token: int) -> NDArray[np.float32]:
+        """Process one token; returns the logits float32[vocab] for the next.
+
+        Raises `InputError` for a bad token or sequence, `ContextFullError` at the maximum context, `NotFiniteError`,
+        `CacheError`, `CheckpointError` and `CudaError` from the step; the sequence then stands where it stood.
+        """
+        with self._exclusive():
+            self._check_sequence(seq)
+            self._check_step(seq, token)
+            position = seq.position
+            step = seq.step
+            if self.engram is not None:
+                step.history[position] = self.engram.compressed(token)
+            self.bodies.bind(step, token, position)
+            try:
+                self.machine.run_token(position)
+                self.backend.launch(self._head, self.stream)
+                self.backend.copy_d2h(
+                    self._logits_host, self.buffers.vocab_logits.ptr, 4 * self.config.vocab, self.stream, 0, "logits"
+                )
+                self.backend.synchronize(self.stream)
+            except BaseException as e:
+                self._after_failed_step(e)
+                raise
+            seq.position = position + 1
+            self._seen.take(self)
+            return self._logits.copy()
+
+    def prefill(self, seq: DecodeSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Process a prompt token by token; returns the logits after the last one. All ids are checked first."""
+        if not len(tokens):
+            raise InputError("the prompt is empty; give at least one token id")
+        self.check_tokens(tokens)
+        if seq.position + len(tokens) > self.max_context:
+            raise ContextFullError(
+                f"position {seq.position} plus a prompt of {len(tokens)} tokens is above the maximum context of "
+                f"{self.max_context}; raise DS41RT_MAX_CONTEXT or shorten the prompt"
+            )
+        logits = np.empty(0, np.float32)
+        for token in tokens:
+            logits = self.decode_step(seq, token)
+        return logits
+
+    def stats(self) -> Stats:
+        """Counters of completed tokens, and what is allocated now."""
+        seg = self.machine.seg
+        seen = self._seen
+        device = pinned = 0
+        for buf in self.backend.ledger():
+            if hasattr(buf, "pinned"):
+                pinned += buf.nbytes
+            else:
+                device += buf.nbytes
+        return Stats(
+            tokens=seen.tokens,
+            captures=seg.captures,
+            recaptures=seg.recaptures,
+            replays=seg.launches,
+            clean_replays=seg.clean_replays,
+            falls=dict(seg.falls.items()),
+            falls_by_layer=list(seg.falls_by_layer),
+            device_hits=seen.hits,
+            host_hits=0,
+            misses=seen.misses,
+            expert_nbytes_read=self._fetcher.bytes_read,
+            expert_slots=self.cache.n_slots,
+            device_nbytes=device,
+            pinned_nbytes=pinned,
+        )
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Attach a trace or tool to every step (None: detach). It may synchronise the stream: steps get slower."""
+        self.bodies.observer = observer
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        if self._closed_because is None:
+            self._closed_because = "it was closed by its owner"
+        with self._busy:
+            for seq in list(self._sequences):
+                self._close_sequence(seq)
+            self._stack.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- checks and failures
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise Ds41Error("the engine is in use by another thread; one thread at a time may step an engine")
+        try:
+            if self._closed_because is not None:
+                raise EngineClosedError(f"the engine is closed: {self._closed_because}")
+            yield
+        finally:
+            self._busy.release()
+
+    def _check_sequence(self, seq: DecodeSequence) -> None:
+        if seq not in self._sequences:
+            what = "is closed" if seq.closed else "belongs to another engine"
+            raise InputError(f"sequence {seq.step.ident} {what}; make one with new_sequence()")
+
+    def check_sequence(self, seq: DecodeSequence) -> None:
+        with self._exclusive():
+            self._check_sequence(seq)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise `InputError` naming the first id that cannot be decoded."""
+        for token in tokens:
+            self._check_token(token)
+
+    def _check_token(self, token: int) -> None:
+        cfg = self.config
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < cfg.vocab:
+            raise InputError(f"token id {token!r} is not an integer in 0..{cfg.vocab - 1}")
+        if token == cfg.image_token:
+            raise InputError(f"token id {token} stands for an image; this runtime decodes text only")
+
+    def _check_step(self, seq: DecodeSequence, token: int) -> None:
+        self._check_token(token)
+        if seq.position >= self.max_context:
+            raise ContextFullError(
+                f"the sequence is full: position {seq.position} of at most {self.max_context}; "
+                "raise DS41RT_MAX_CONTEXT or start a new sequence"
+            )
+
+    def _after_failed_step(self, error: BaseException) -> None:
+        """Drain what the step left on the streams; a sticky error closes the engine for good."""
+        self._seen.drop(self)
+        sticky = error if isinstance(error, CudaError) and error.sticky else None
+        if sticky is None:
+            try:
+                self.backend.synchronize(self.stream)
+                self.backend.synchronize(self._side)
+            except CudaError as e:
+                sticky = e if e.sticky else None
+        if sticky is not None:
+            self._closed_because = f"the device failed: {sticky}"
+
+    def _release(self, close: Callable[[_T], None], resource: _T) -> None:
+        """Close one resource. A lost device refuses every call, and takes its memory with it: that is no news then."""
+        try:
+            close(resource)
+        except CudaError as e:
+            if not e.sticky:
+                raise
+
+    def _drain(self) -> None:
+        """Before buffers are freed nothing may be in flight."""
+        self.backend.synchronize(self.stream)
+        self.backend.synchronize(self._side)
+
+    def close_sequence(self, seq: DecodeSequence) -> None:
+        if seq.closed:
+            return
+        with self._exclusive():
+            self._close_sequence(seq)
+
+    def _close_sequence(self, seq: DecodeSequence) -> None:
+        seq.closed = True
+        self._sequences.discard(seq)
+        self._release(SequenceBuffers.close, seq.step.buffers)
+
+
+class _Counts:
+    """Cache demand of completed tokens: a step that failed takes its counts with it."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.hits = 0
+        self.misses = 0
+
+    def take(self, engine: Engine) -> None:
+        self.tokens += 1
+        self.hits = engine.cache.hits
+        self.misses = engine.cache.misses
+
+    def drop(self, engine: Engine) -> None:
+        engine.cache.hits = self.hits
+        engine.cache.misses = self.misses
+
+
+def _check_platform() -> None:
+    system, machine = sys.platform, platform.machine().lower()
+    if system == "linux" and machine in ("x86_64", "amd64", "aarch64", "arm64"):
+        return
+    if system == "darwin":
+        return  # host backend only: the CUDA backend finds no driver there
+    raise UnsupportedError(
+        f"ds41rt runs on Linux (x86-64, aarch64) and, with the host backend only, on macOS; this is {system} on {machine}"
+    )

@@ -1,0 +1,62 @@
+"""The device arena of routed experts: slots, and the addresses that kernels derive from a slot number.
+
+Slot i lies at base + i * slot_nbytes and holds one expert in file order, [w1|w2|w3] then [s1|s2|s3]. Slot 0 is
+reserved and zeroed: an absent expert's pointers lead there, so that a replay never faults. Knows no residency.
+"""
+
+from ds41rt.checkpoint.layout import ExpertLayout
+from ds41rt.cu.backend import GpuBackend, Stream
+from ds41rt.errors import CacheError
+from ds41rt.moe.header import SLOT_TABLE_LAYERS, header_words
+
+_SLOT_ALIGN = 256
+
+
+class ExpertArena:
+    """`n_slots` usable slots behind the reserved slot 0, and the header rows that the selection kernel writes."""
+
+    def __init__(self, backend: GpuBackend, layout: ExpertLayout, n_slots: int, top_k: int, stream: Stream) -> None:
+        if n_slots < top_k:
+            raise CacheError(
+                f"{n_slots} expert slots are smaller than one token's working set: top-k is {top_k}, "
+                f"one slot is {layout.nbytes} bytes; raise the number of slots or the cache budget"
+            )
+        self._backend = backend
+        self.layout = layout
+        self.n_slots = n_slots
+        self.slot_nbytes = slot_nbytes(layout)
+        self._header_nbytes = 4 * header_words(top_k)
+        self._arena = backend.alloc("expert arena", (n_slots + 1) * self.slot_nbytes)
+        try:
+            self._headers = backend.alloc("route headers", SLOT_TABLE_LAYERS * self._header_nbytes)
+        except BaseException:
+            backend.free(self._arena)
+            raise
+        backend.fill(self._arena.ptr, 0, self.slot_nbytes, stream, "expert arena slot 0")
+
+    @property
+    def base(self) -> int:
+        return self._arena.ptr
+
+    @property
+    def headers_ptr(self) -> int:
+        return self._headers.ptr
+
+    @property
+    def headers_nbytes(self) -> int:
+        return self._headers.nbytes
+
+    def header_row(self, layer: int) -> int:
+        return self._headers.ptr + layer * self._header_nbytes
+
+    def slot_ptr(self, slot: int) -> int:
+        return self._arena.ptr + slot * self.slot_nbytes
+
+    def close(self) -> None:
+        self._backend.free(self._headers)
+        self._backend.free(self._arena)
+
+
+def slot_nbytes(layout: ExpertLayout) -> int:
+    """Bytes from one slot to the next."""
+    return -(-layout.nbytes // _SLOT_ALIGN) * _SLOT_ALIGN

@@ -1,0 +1,91 @@
+"""Brings missing experts from the checkpoint into the device arena: read, stage, copy, map - in that order.
+
+The copy is enqueued on the compute stream: kernels that still use the slot's old bytes are ahead of it, kernels that
+need the new ones are behind it. Synchronous reads; must not know headers, segments or routing.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds41rt.cu.backend import GpuBackend, Stream
+from ds41rt.errors import CheckpointError
+from ds41rt.moe.arena import ExpertArena
+from ds41rt.moe.cache import ExpertCache, Ticket, reads_failed
+
+
+class ExpertSource(Protocol):
+    """Where expert bytes come from: [w1|w2|w3|s1|s2|s3] of one expert into `out` uint8[layout.nbytes]."""
+
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None: ...
+
+
+class ExpertFetcher:
+    """One staging slot per pick of a layer; a stager is rewritten only after its last copy has completed."""
+
+    def __init__(
+        self, backend: GpuBackend, cache: ExpertCache, arena: ExpertArena, source: ExpertSource, top_k: int
+    ) -> None:
+        self._backend = backend
+        self._cache = cache
+        self._arena = arena
+        self._source = source
+        self._nbytes = arena.layout.nbytes
+        self._copied = backend.create_event("expert staging")
+        self._in_flight = False
+        self.bytes_read = 0
+        try:
+            self._staging = backend.alloc_pinned("expert staging", top_k * arena.slot_nbytes)
+        except BaseException:
+            backend.destroy_event(self._copied)
+            raise
+        self._stagers = [
+            self._staging.array[i * arena.slot_nbytes : i * arena.slot_nbytes + self._nbytes] for i in range(top_k)
+        ]
+
+    def fetch(self, layer: int, experts: Sequence[int], stream: Stream, *, count: bool) -> int:
+        """Make `experts` of `layer` resident; returns how many were read. Hits are touched, `count` feeds the counters.
+
+        Raises `CacheError` when reads fail or no slot can be freed: what arrived stays mapped, what did not is not.
+        """
+        plan = self._cache.plan_fetch(layer, experts, count=count)
+        if not plan.tickets:
+            return 0
+        failures: list[tuple[Ticket, Exception]] = []
+        fetched = 0
+        try:
+            if self._in_flight:
+                self._backend.synchronize_event(self._copied)
+                self._in_flight = False
+            for i, ticket in enumerate(plan.tickets):
+                try:
+                    self._source.read_expert(layer, ticket.expert, self._stagers[i])
+                except (CheckpointError, OSError) as e:
+                    failures.append((ticket, e))
+                    continue
+                self._cache.evict(ticket)
+                self._backend.copy_h2d(
+                    self._arena.slot_ptr(ticket.slot),
+                    self._staging,
+                    self._nbytes,
+                    stream,
+                    i * self._arena.slot_nbytes,
+                    "expert.copy",
+                )
+                self._cache.commit(ticket)
+                fetched += 1
+            if fetched:
+                self._in_flight = True
+                self._backend.record(self._copied, stream)
+        finally:
+            self.bytes_read += fetched * self._nbytes
+            self._cache.abort(plan)
+        if failures:
+            raise reads_failed(plan, failures) from failures[0][1]
+        return fetched
+
+    def close(self) -> None:
+        self._backend.destroy_event(self._copied)
+        self._backend.free_pinned(self._staging)

@@ -1,0 +1,84 @@
+"""The header that the routing kernel leaves for the host, one row of int32 words a layer.
+
+    [flag | k picks | k weight bits | k plan slots]      k = top-k
+
+Picks and weight bits stand in pick order, plan slots in ascending expert id. This file says how a row is laid out and
+whether it can be believed; it reads no device memory and decides nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds41rt.errors import Ds41Error
+from ds41rt.moe.cache import ExpertCache
+
+# Rows of the header block and of the slot table, whatever the model's layer count.
+SLOT_TABLE_LAYERS = 64
+# Flag bits.
+MISS = 1
+NOT_FINITE = 2
+# Slot codes of the slot table and the plan slots: ABSENT, a device slot, or HOST_SLOT_BIT | a slot of the host arena.
+ABSENT = -1
+HOST_SLOT_BIT = 1 << 30
+
+
+class HeaderError(Ds41Error):
+    """A header row that no kernel of ours writes: device memory was overwritten, or the row was never written."""
+
+
+def header_words(top_k: int) -> int:
+    """int32 words of one row."""
+    return 1 + 3 * top_k
+
+
+@dataclass(slots=True)  # not frozen: that doubles the cost of a row, and one is made per layer and token
+class HeaderRow:
+    """One layer's routing. Lists have top-k entries; `weight_bits` are float32 patterns read as int32."""
+
+    layer: int
+    flag: int
+    picks: list[int]
+    weight_bits: list[int]
+    plan_slots: list[int]
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """float32 [k], in pick order."""
+        return np.array(self.weight_bits, np.int32).view(np.float32)
+
+    def plan(self) -> list[tuple[int, int]]:
+        """(expert, slot code) in plan order, that is by ascending expert id."""
+        return list(zip(sorted(self.picks), self.plan_slots, strict=True))
+
+
+def parse(rows: NDArray[Any], layer: int, n_experts: int) -> HeaderRow:
+    """Row `layer` of `rows` (int32 [SLOT_TABLE_LAYERS, header_words(k)]), copied: `rows` may be reused afterwards.
+
+    Raises `HeaderError` for an unknown flag bit, a pick outside 0..n_experts-1 or a pick that occurs twice.
+    """
+    words: list[int] = rows[layer].tolist()
+    k = (len(words) - 1) // 3
+    flag, picks = words[0], words[1 : 1 + k]
+    if flag & ~(MISS | NOT_FINITE):
+        raise HeaderError(f"route header of layer {layer}: flag {flag:#x} has unknown bits")
+    if min(picks) < 0 or max(picks) >= n_experts:
+        wrong = next(e for e in picks if not 0 <= e < n_experts)
+        raise HeaderError(
+            f"route header of layer {layer}: pick {wrong} is outside 0..{n_experts - 1}; picks are {picks}"
+        )
+    if len(set(picks)) != k:
+        raise HeaderError(f"route header of layer {layer}: a pick occurs twice in {picks}")
+    return HeaderRow(layer, flag, picks, words[1 + k : 1 + 2 * k], words[1 + 2 * k :])
+
+
+def slots_agree(row: HeaderRow, cache: ExpertCache) -> tuple[int, int] | None:
+    """None if every present plan slot holds the expert it stands for, else the first (expert, slot code) that lies.
+
+    Absent plan slots are no lie here: they raise the miss flag.
+    """
+    experts = sorted(row.picks)
+    i = cache.first_wrong(row.layer, experts, row.plan_slots)
+    return None if i is None else (experts[i], row.plan_slots[i])

@@ -1,0 +1,97 @@
+"""Run-time switches, read from the environment once per engine: `DS41RT_*` names, and the aliases of older launchers.
+
+A value that is not understood, or a name with the prefix that does not exist, is an error that names it: a misspelt
+switch that silently does nothing costs its user a day. Precedence: explicit argument, environment, default.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds41rt.errors import ConfigError
+
+PREFIX = "DS41RT_"
+BackendName = Literal["auto", "host", "cuda"]
+IndexKeys = Literal["intended", "reference"]
+
+# Names of an earlier design, on with exactly "1".
+ALIASES = {
+    "ATLAS_DS41_STEP_GRAPH": "step_graph",
+    "ATLAS_DS41_STEP_GRAPH_LOG": "step_graph_log",
+    "ATLAS_DS41_DEVICE_ROUTE": "device_route",
+    "ATLAS_DS41_DEVICE_ROUTE_DIAG": "device_route_diag",
+    "ATLAS_DS41_TRACE": "trace",
+}
+
+
+class Settings(BaseModel):
+    """Every switch with its default; field `x` is the environment variable `DS41RT_X`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    backend: BackendName = "auto"
+    step_graph: bool = False
+    step_graph_log: bool = False
+    device_route: bool = True
+    device_route_diag: bool = False
+    trace: bool = False
+    no_engram: bool = False
+    expert_cache_gib: float | None = Field(default=None, gt=0)
+    evict_random_pct: float = Field(default=8.0, ge=0, le=100)
+    max_context: int | None = Field(default=None, ge=1)  # None: 4096, or what the model allows if that is less
+    index_keys: IndexKeys = "intended"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], **overrides: Any) -> "Settings":
+        """Settings from `env`, then `overrides` (None = not given). Raises `ConfigError` naming variable and value."""
+        values: dict[str, Any] = {}
+        for alias, name in ALIASES.items():
+            if alias in env:
+                if env[alias] not in ("", "0", "1"):
+                    raise ConfigError(f"{alias}={env[alias]!r} is not understood; use 1 for on, 0 or nothing for off")
+                values[name] = env[alias] == "1"
+        for variable, raw in env.items():
+            if not variable.startswith(PREFIX):
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in cls.model_fields or variable != variable.upper():
+                known = ", ".join(sorted(PREFIX + f.upper() for f in cls.model_fields))
+                raise ConfigError(f"{variable}={raw!r}: there is no such setting; known are {known}")
+            values[name] = _parse(variable, raw, cls.model_fields[name].annotation)
+        values.update({k: v for k, v in overrides.items() if v is not None})
+        try:
+            return cls(**values)
+        except ValidationError as e:
+            err = e.errors()[0]
+            name = str(err["loc"][0])
+            raise ConfigError(f"setting {name} ({PREFIX}{name.upper()}) = {err['input']!r}: {err['msg']}") from e
+
+
+def _parse(variable: str, raw: str, annotation: Any) -> Any:
+    """One variable's text as its field's type; surrounding blanks are dropped, empty is refused."""
+    text = raw.strip()
+    choices = get_args(annotation)
+    if annotation is bool:
+        table = {
+            "1": True,
+            "true": True,
+            "on": True,
+            "yes": True,
+            "0": False,
+            "false": False,
+            "off": False,
+            "no": False,
+        }
+        if text.lower() in table:
+            return table[text.lower()]
+        raise ConfigError(f"{variable}={raw!r} is not understood; use 1, true, on, yes, 0, false, off or no")
+    if choices and all(isinstance(c, str) for c in choices):
+        if text in choices:
+            return text
+        raise ConfigError(f"{variable}={raw!r} is not understood; use one of {', '.join(choices)}")
+    number: Callable[[str], int | float] = int if annotation is int or int in choices else float
+    try:
+        return number(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={raw!r} is not understood; it must be a number") from None

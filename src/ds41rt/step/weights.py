@@ -1,0 +1,68 @@
+"""Loads everything of a checkpoint that stays on the device for the whole run: all text tensors but the routed experts
+and the engram tables. One named device buffer a tensor, in the checkpoint's own formats. Must not know the step.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds41rt.cu.backend import DeviceBuffer, GpuBackend, Stream
+
+_STAGING_NBYTES = 16 << 20
+
+
+class TensorSource(Protocol):
+    """The part of a checkpoint that loading needs."""
+
+    def resident_tensors(self) -> list[tuple[str, int]]:
+        """(name, nbytes) of every tensor that stays on the device."""
+
+    def read_into(self, name: str, out: NDArray[np.uint8], offset: int = 0) -> None:
+        """Fill `out` with the tensor's bytes from byte `offset` on."""
+
+
+class DeviceWeights:
+    """Name -> device buffer. `ptr(name)` is what launches bake."""
+
+    def __init__(
+        self,
+        backend: GpuBackend,
+        source: TensorSource,
+        stream: Stream,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._buffers: dict[str, DeviceBuffer] = {}
+        tensors = source.resident_tensors()
+        total, done = sum(nbytes for _, nbytes in tensors), 0
+        staging = backend.alloc_pinned("weight staging", _STAGING_NBYTES)
+        try:
+            for name, nbytes in tensors:
+                buf = backend.alloc(name, nbytes)
+                self._buffers[name] = buf
+                for off in range(0, nbytes, _STAGING_NBYTES):
+                    part = min(_STAGING_NBYTES, nbytes - off)
+                    source.read_into(name, staging.array[:part], off)
+                    backend.copy_h2d(buf.ptr + off, staging, part, stream, 0, name)
+                    backend.synchronize(stream)  # the staging buffer is rewritten next
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            backend.free_pinned(staging)
+
+    def ptr(self, name: str) -> int:
+        return self._buffers[name].ptr
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self._buffers.values())
+
+    def close(self) -> None:
+        while self._buffers:
+            self._backend.free(self._buffers.popitem()[1])

@@ -1,0 +1,122 @@
+"""Header rows: layout, what is refused, and the check of the plan slots against the cache."""
+
+import random
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.header import (
+    ABSENT,
+    HOST_SLOT_BIT,
+    MISS,
+    NOT_FINITE,
+    SLOT_TABLE_LAYERS,
+    HeaderError,
+    header_words,
+    parse,
+    slots_agree,
+)
+
+N_EXPERTS = 384
+K = 6
+
+
+def noise(seed: int = 0) -> NDArray[np.int32]:
+    """Rows of random words, as device memory holds before a kernel wrote them."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(-(2**31), 2**31, (SLOT_TABLE_LAYERS, header_words(K)), dtype=np.int32)
+
+
+def write_row(
+    rows: NDArray[np.int32], layer: int, picks: list[int], plan_slots: list[int], flag: int = 0
+) -> NDArray[np.float32]:
+    """Write one row word by word; returns its weights (with one NaN, whose bits must survive)."""
+    weights = np.random.default_rng(layer).random(K, np.float32)
+    weights[2] = np.nan
+    rows[layer] = [flag, *picks, *weights.view(np.int32).tolist(), *plan_slots]
+    return weights
+
+
+def test_layout() -> None:
+    assert (SLOT_TABLE_LAYERS, header_words(6), header_words(8)) == (64, 19, 25)
+    assert HOST_SLOT_BIT == 0x40000000
+    rows = noise()
+    picks = [383, 0, 17, 256, 5, 100]
+    slots = [3, ABSENT, 6600, HOST_SLOT_BIT | 9, 1, 2]
+    weights = write_row(rows, 39, picks, slots, MISS | NOT_FINITE)
+    row = parse(rows, 39, N_EXPERTS)
+    rows[:] = 7  # the row is a copy
+    assert (row.layer, row.flag, row.picks, row.plan_slots) == (39, 3, picks, slots)
+    assert row.weights.dtype == np.float32
+    assert row.weights.tobytes() == weights.tobytes()
+    assert row.plan() == [(0, 3), (5, ABSENT), (17, 6600), (100, HOST_SLOT_BIT | 9), (256, 1), (383, 2)]
+
+
+@pytest.mark.parametrize("wrong", [-1, 384, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("at", range(K))
+def test_a_pick_out_of_range_is_refused_by_layer_and_value(at: int, wrong: int) -> None:
+    picks = [1, 2, 3, 4, 5, 6]
+    picks[at] = wrong
+    rows = noise()
+    write_row(rows, 11, picks, [1] * K)
+    with pytest.raises(HeaderError, match=f"layer 11: pick {wrong} is outside 0..383"):
+        parse(rows, 11, N_EXPERTS)
+
+
+def test_a_repeated_pick_and_an_unknown_flag_are_refused() -> None:
+    rows = noise()
+    write_row(rows, 3, [1, 2, 3, 4, 5, 2], [1] * K)
+    with pytest.raises(HeaderError, match=r"layer 3: a pick occurs twice in \[1, 2, 3, 4, 5, 2\]"):
+        parse(rows, 3, N_EXPERTS)
+    write_row(rows, 3, [1, 2, 3, 4, 5, 6], [1] * K, flag=4)
+    with pytest.raises(HeaderError, match="layer 3: flag 0x4 has unknown bits"):
+        parse(rows, 3, N_EXPERTS)
+
+
+def test_every_row_of_noise_is_refused() -> None:
+    rows = noise(5)
+    for layer in range(SLOT_TABLE_LAYERS):
+        with pytest.raises(HeaderError, match=f"layer {layer}:"):
+            parse(rows, layer, N_EXPERTS)
+
+
+def resident_row(cache: ExpertCache, rows: NDArray[np.int32], layer: int, picks: list[int]) -> None:
+    plan = cache.plan_fetch(layer, picks)
+    for ticket in plan.tickets:
+        cache.evict(ticket)
+        cache.commit(ticket)
+    write_row(rows, layer, picks, [cache.slot_of(layer, e) for e in sorted(picks)])
+
+
+def test_slots_agree_finds_each_wrong_slot() -> None:
+    """Every plan slot in turn names another expert's slot, an empty one, none, the other layer's, a host slot."""
+    rng = random.Random(2)
+    cache = ExpertCache(4, N_EXPERTS, 40)
+    rows = noise()
+    picks, other = rng.sample(range(N_EXPERTS), K), rng.sample(range(N_EXPERTS), K)
+    resident_row(cache, rows, 2, picks)
+    resident_row(cache, rows, 3, other)
+    row = parse(rows, 2, N_EXPERTS)
+    assert slots_agree(row, cache) is None
+    for i, expert in enumerate(sorted(picks)):
+        right = row.plan_slots[i]
+        row.plan_slots[i] = ABSENT
+        assert slots_agree(row, cache) is None  # absent is a miss, which has its own flag
+        for wrong in (row.plan_slots[i - 1], cache.slot_of(3, other[0]), 0, 13, 40, 41, -2, HOST_SLOT_BIT | right):
+            if wrong == ABSENT:
+                continue
+            row.plan_slots[i] = wrong
+            assert slots_agree(row, cache) == (expert, wrong)
+        row.plan_slots[i] = right
+    assert slots_agree(row, cache) is None
+
+
+def test_slots_agree_is_in_ascending_order_of_experts_not_in_pick_order() -> None:
+    cache = ExpertCache(1, N_EXPERTS, 12)
+    rows = noise()
+    picks = [300, 7, 120, 4, 250, 9]
+    resident_row(cache, rows, 0, picks)
+    write_row(rows, 0, picks, [cache.slot_of(0, e) for e in picks])
+    assert slots_agree(parse(rows, 0, N_EXPERTS), cache) == (4, cache.slot_of(0, 300))
