@@ -49,7 +49,7 @@ def test_hc_in_matches_goldens(goldens: Goldens) -> None:
         np.testing.assert_allclose(out["comb"], goldens["hc_comb"][i], rtol=0, atol=1e-6)
         within_a_bf16_ulp(out["hidden"], goldens["hc_collapse"][i])
         wide = out["hidden"].astype(np.float64)
-        want = wide / np.sqrt((wide**2).mean()) * args["norm_w"].astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean() + 1e-20) * args["norm_w"].astype(np.float64)
         np.testing.assert_allclose(out["normed"].astype(np.float64), want, rtol=2**-8)
 
 

@@ -32,7 +32,11 @@ def test_hash_sees_one_bit_and_an_exchange() -> None:
 def test_a_few_blocks_match_the_committed_hashes(table: NDArray[np.uint64]) -> None:
     # The blocks in which something happens: |x| from 2^-24 to 128, both signs; two more from anywhere.
     rng = np.random.default_rng(20)
-    blocks = [*rng.integers(103 * 8, 134 * 8, 3), *(2048 + rng.integers(103 * 8, 134 * 8, 3)), *rng.integers(0, 4096, 2)]
+    blocks = [
+        *rng.integers(103 * 8, 134 * 8, 3),
+        *(2048 + rng.integers(103 * 8, 134 * 8, 3)),
+        *rng.integers(0, 4096, 2),
+    ]
     for block in map(int, blocks):
         assert block_hash(block) == int(table[block]), f"block {block}"
 

@@ -1,6 +1,7 @@
 """The expert cache against a sequential model that keeps everything in plain dicts and sorted lists."""
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -307,6 +308,28 @@ def test_every_read_fails_and_the_token_asks_again() -> None:
         cache.commit(ticket)
     assert (cache.hits, cache.misses, cache.failed, cache.evictions) == (0, 4, 3, 3)
     assert again.slots[0] == again.slots[3] == cache.slot_of(0, 20)
+
+
+def test_empty_slots_given_back_are_handed_out_in_the_same_order() -> None:
+    cache = ExpertCache(1, 32, 8)
+    plan = cache.plan_fetch(0, [20, 21, 22])
+    cache.abort(plan)
+    assert cache.plan_fetch(0, [5, 6, 7, 8]).slots == [*plan.slots, 4]
+
+
+def test_memory_does_not_grow() -> None:
+    cache = ExpertCache(2, 24, 20)
+    rng = random.Random(1)
+    before = 0
+    tracemalloc.start()
+    try:
+        for i in range(1500):
+            fill(cache, rng.randrange(2), rng.sample(range(24), 6))
+            if i == 300:
+                before = tracemalloc.get_traced_memory()[0]
+        assert tracemalloc.get_traced_memory()[0] - before < 8192
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_failure_after_the_eviction_leaves_an_empty_slot() -> None:

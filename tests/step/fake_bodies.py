@@ -12,7 +12,8 @@ from typing import Any
 
 from ds41rt.cu.backend import CaptureStatus, Event, Graph, GraphExec, Stream
 from ds41rt.cu.result import CudaError, Status
-from ds41rt.step.state import Classes, Fall, FallKind, Fork
+from ds41rt.moe.header import Fall, FallKind
+from ds41rt.step.state import Classes, Fork
 
 WINDOW = 3
 Op = Callable[[], None]

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from ds41rt.cu.backend import GpuBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import Ds41Error
+from ds41rt.moe.header import FallKind
 from ds41rt.step.machine import StepMachine, geometry
-from ds41rt.step.state import FallKind
 
 FOUR = (PLAIN, PLAIN, KV, RATIO2)  # segments 0..2 and 2..4
 OWNER_OF = {0: 0, 1: 0, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4}
@@ -553,9 +553,6 @@ def test_a_failed_upload_of_the_sequence_block_is_not_trusted() -> None:
         rig.machine.run_token(0)
     assert "upload_sequence@compute" in rig.backend.timeline[-2:]
     rig.bodies.seq = first
-    for ring in first.rings:
-        rig.machine.note_window(first.rings.index(ring), ring)
-    rig.seg.generation -= 0
     assert rig.token(2) == right[2]
     rig.close()
 

@@ -129,7 +129,7 @@ class Checkpoint:
         _require_bytes(out, (out.size,), f"read_into({name!r}): out")
         shard.read_at(info.off + offset, out, f"tensor {name!r}")
         if info.dtype == "F8_E8M0":
-            check_scales(out, f"{shard.path}: tensor {name!r}")
+            check_scales(out, f"{shard.path}: tensor {name!r}", offset)
 
     def resident_tensors(self) -> list[tuple[str, int]]:
         """(name, nbytes) of what a run keeps on the device: all text tensors but routed experts and engram tables."""
@@ -244,10 +244,13 @@ class Checkpoint:
         return w1[0], w1[1].off
 
 
-def check_scales(scales: NDArray[np.uint8], what: str) -> None:
-    """Refuse E8M0 bytes with a NaN (0xFF) among them; `what` names the tensor, the error adds the flat index."""
+def check_scales(scales: NDArray[np.uint8], what: str, first: int = 0) -> None:
+    """Refuse E8M0 bytes with a NaN (0xFF) among them.
+
+    `what` names the tensor in the error and `first` is the flat index of `scales[0]` in it.
+    """
     if scales.size and int(scales.max()) == E8M0_NAN:
-        raise CheckpointError(f"{what}: scale at index {int(scales.argmax())} is 0xFF (NaN)")
+        raise CheckpointError(f"{what}: scale at index {first + int(scales.argmax())} is 0xFF (NaN)")
 
 
 def _read_index(path: Path) -> dict[str, str]:

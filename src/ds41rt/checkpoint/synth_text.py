@@ -5,7 +5,6 @@ a preset can have exactly the geometry it wants. Needs no tokenizer library.
 """
 
 import unicodedata
-from itertools import islice
 from typing import Any
 
 from ds41rt.errors import InputError
@@ -42,7 +41,7 @@ def build_tokenizer(vocab: int, compressed_vocab: int) -> dict[str, Any]:
     leading space) that share a compressed id. Raises `InputError` for sizes that cannot be met.
     """
     n_merges, n_new = vocab - N_FIXED_TOKENS, compressed_vocab - N_FIXED_COMPRESSED
-    merges = list(islice(_merges(n_new), n_merges))
+    merges = _merges(n_new)[: max(n_merges, 0)]
     if not 0 <= n_new <= n_merges == len(merges):
         raise InputError(f"no tokenizer with {vocab} tokens and {compressed_vocab} compressed ids can be built")
     tokens = [*LEADING_SPECIALS, *ALPHABET, *(a + b for a, b in merges), *TRAILING_SPECIALS]

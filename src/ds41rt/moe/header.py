@@ -7,7 +7,7 @@ whether it can be believed; it reads no device memory and decides nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,22 @@ NOT_FINITE = 2
 # Slot codes of the slot table and the plan slots: ABSENT, a device slot, or HOST_SLOT_BIT | a slot of the host arena.
 ABSENT = -1
 HOST_SLOT_BIT = 1 << 30
+
+
+FallKind = Literal["miss", "no_flag", "stale_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """The first layer of a replay that ran on the wrong experts; its picks are resident now, `fetched` of them read.
+
+    miss: a pick was not resident, and the device said so. no_flag: a pick was not resident, and the device did not say
+    so. stale_table: all picks are resident, but the device table named another slot, or none.
+    """
+
+    layer: int
+    kind: FallKind
+    fetched: int = 0
 
 
 class HeaderError(Ds41Error):

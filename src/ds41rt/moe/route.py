@@ -6,7 +6,7 @@ know segments or `skip_until`; it is told which layers to look at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -19,26 +19,21 @@ from ds41rt.kernels.router import plan, select_experts
 from ds41rt.moe.arena import ExpertArena
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.fetch import ExpertFetcher
-from ds41rt.moe.header import ABSENT, MISS, NOT_FINITE, SLOT_TABLE_LAYERS, HeaderRow, header_words, parse, slots_agree
+from ds41rt.moe.header import (
+    ABSENT,
+    MISS,
+    NOT_FINITE,
+    SLOT_TABLE_LAYERS,
+    Fall,
+    HeaderRow,
+    header_words,
+    parse,
+    slots_agree,
+)
 from ds41rt.moe.slots import SlotTable
 
 log: Any = structlog.get_logger("ds41rt.moe")
 _DIAG_LOG_EVERY = 4000
-
-
-FallKind = Literal["miss", "no_flag", "stale_table"]
-
-
-class Rerun(NamedTuple):
-    """The first layer of a replay that ran on the wrong experts; its picks are resident now.
-
-    kind "miss": a pick was not resident, and the device said so. "no_flag": a pick was not resident, and the device did
-    not say so. "stale_table": all picks are resident, but the device table named another slot, or none.
-    """
-
-    layer: int
-    kind: FallKind
-    fetched: int
 
 
 class RouteMismatchError(Ds41Error):
@@ -154,7 +149,7 @@ class MoeRouter:
         self.picks[layer] = HeaderRow(layer, 0, picks, weights.view(np.int32).tolist(), [])
         self._upload_plan(layer, picks, weights, stream)
 
-    def read_headers(self, layers: Sequence[int], position: int, stream: Stream) -> Rerun | None:
+    def read_headers(self, layers: Sequence[int], position: int, stream: Stream) -> Fall | None:
         """One read-back of all header rows (it drains `stream`), then layer by layer up to the first fall.
 
         Layers behind that one ran on a wrong input: nothing of their rows is looked at.
@@ -167,12 +162,12 @@ class MoeRouter:
             row = parse(self._rows, layer, self._cfg.n_experts)
             self._check_finite(row, layer, position)
             self.picks[layer] = row
-            rerun = self._settle(row, stream)
-            if rerun is not None:
-                return rerun
+            fall = self._settle(row, stream)
+            if fall is not None:
+                return fall
         return None
 
-    def _settle(self, row: HeaderRow, stream: Stream) -> Rerun | None:
+    def _settle(self, row: HeaderRow, stream: Stream) -> Fall | None:
         """Make the row's picks resident and the table right; None if the layer's kernels had exactly those picks."""
         lies = slots_agree(row, self._cache) is not None
         fetched = self._fetch(row.layer, row.picks, stream)
@@ -185,8 +180,8 @@ class MoeRouter:
             # the table disagrees with the cache: without this the same fall would come back every token
             self._table.rewrite_layer(row.layer, row.picks)
         if not fetched:
-            return Rerun(row.layer, "stale_table", 0)
-        return Rerun(row.layer, "miss" if flagged else "no_flag", fetched)
+            return Fall(row.layer, "stale_table", 0)
+        return Fall(row.layer, "miss" if flagged else "no_flag", fetched)
 
     def _fetch(self, layer: int, picks: Sequence[int], stream: Stream) -> int:
         # demand is counted once a (token, layer): a rerun after a fall looks the same picks up again

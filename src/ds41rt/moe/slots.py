@@ -6,7 +6,6 @@ not know when in a step an update is due.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from enum import Enum
 
 import numpy as np
 
@@ -19,24 +18,15 @@ from ds41rt.moe.header import ABSENT, SLOT_TABLE_LAYERS
 DEFAULT_CAPACITY = 1024
 
 
-class _Guard(Enum):
-    """What must be waited for before a staging half is rewritten."""
-
-    NOTHING = 0
-    EVENT = 1
-    STREAM = 2
-
-
 class _Half:
     """One pinned staging half: word 0 is the number of triples, the triples follow."""
 
-    __slots__ = ("event", "guard", "host", "words")
+    __slots__ = ("copied", "host", "words")
 
     def __init__(self, host: HostBuffer, event: Event) -> None:
         self.host = host
-        self.event = event
+        self.copied = event
         self.words = host.array.view(np.int32)
-        self.guard = _Guard.NOTHING
 
 
 class SlotTable:
@@ -77,8 +67,8 @@ class SlotTable:
                 },
                 "slot table update",
             )
+            # Last: no failure behind it may free memory under enqueued work.
             backend.fill(self.table.ptr, 0xFF, table_nbytes, stream, label="slot table init")
-            backend.fill(self._triples.ptr, 0xFF, triples_nbytes, stream, label="slot table triples init")
             self._resources = undo.pop_all()
 
     def _alloc(self, undo: ExitStack, name: str, nbytes: int) -> DeviceBuffer:
@@ -135,18 +125,12 @@ class SlotTable:
     def _enqueue(self, words: list[int]) -> None:
         backend, stream = self._backend, self._stream
         half = self._halves[0]
-        if half.guard is _Guard.EVENT:
-            backend.synchronize_event(half.event)
-        elif half.guard is _Guard.STREAM:
-            backend.synchronize(stream)
-        half.guard = _Guard.NOTHING
+        backend.synchronize_event(half.copied)  # returns at once if it was never recorded
         half.words[0] = len(words) // 3
         half.words[1 : 1 + len(words)] = words
-        # Until the event is recorded only the whole stream tells when the copy is over, should a call below fail.
-        half.guard = _Guard.STREAM
         backend.copy_h2d(self._triples.ptr, half.host, 4 * (1 + len(words)), stream, label="slot table triples")
-        backend.record(half.event, stream)
-        half.guard = _Guard.EVENT
+        # Recorded before the launch: if this fails, the copy that nobody can wait for is one that nobody reads either.
+        backend.record(half.copied, stream)
         backend.launch(self._launch, stream)
         self._halves.reverse()
 

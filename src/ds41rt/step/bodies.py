@@ -22,11 +22,12 @@ from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import Event, GpuBackend, Stream
 from ds41rt.cu.kernel import KernelLaunch
 from ds41rt.engram.rows import EngramUpload
+from ds41rt.moe.header import Fall
 from ds41rt.moe.route import MoeRouter
 from ds41rt.step.buffers import StepBuffers
 from ds41rt.step.launches import LayerLaunches
 from ds41rt.step.snapshot import Snapshots
-from ds41rt.step.state import Classes, Fall, Fork
+from ds41rt.step.state import Classes, Fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,14 +271,14 @@ class DecodeBodies:
         return select_rows(scores, cfg.index_topk, mask)
 
     def read_headers(self, layers: tuple[int, ...], stream: Stream) -> Fall | None:
-        rerun = self._router.read_headers(layers, self._position, stream)
+        fall = self._router.read_headers(layers, self._position, stream)
         if self.observer is not None:
             snapshots = self._require_snapshots()
             for idx in layers:
-                if rerun is not None and idx == rerun.layer:
+                if fall is not None and idx == fall.layer:
                     break  # runs again from its snapshot, and is seen then
                 self.observer.snapshot_point(idx, snapshots.ptr(idx), stream)
-        return None if rerun is None else Fall(rerun.layer, rerun.kind, rerun.fetched)
+        return fall
 
     def close(self) -> None:
         self._backend.free_pinned(self._score_host)

@@ -12,7 +12,8 @@ counters, no shift registers, no cell that says what was published last.
 from typing import Protocol
 
 from ds41rt.cu.backend import Stream
-from ds41rt.step.state import Classes, Fall, Fork, LayerRole
+from ds41rt.moe.header import Fall
+from ds41rt.step.state import Classes, Fork, LayerRole
 
 
 class LayerBodies(Protocol):

@@ -18,8 +18,9 @@ import structlog
 from ds41rt.cu.backend import Event, GpuBackend, Stream
 from ds41rt.cu.result import CudaError
 from ds41rt.errors import Ds41Error
+from ds41rt.moe.header import Fall
 from ds41rt.step.bodies_protocol import LayerBodies
-from ds41rt.step.state import Classes, Fall, LayerRole, Recording, SegCapture, SegGraph, SegState
+from ds41rt.step.state import Classes, LayerRole, Recording, SegCapture, SegGraph, SegState
 
 logger = structlog.get_logger("ds41rt.step")
 

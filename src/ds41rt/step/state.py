@@ -5,23 +5,12 @@ Plain data: nothing here calls the backend or decides anything.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ds41rt.cu.backend import Event, GraphExec, Stream
 
 Classes = tuple[bool, bool]
 """Selections that a segment's attention bodies read: (of layers with ratio > 0, of layers with ratio 0)."""
-
-FallKind = Literal["miss", "stale_table", "no_flag"]
-"""Why a replayed layer has to run again.
-
-miss: a pick was in no tier. stale_table: the pointer table named a slot that holds another expert. no_flag: a pick is
-in no tier, yet the layer raised no flag (the table lost an update).
-"""
-
-Doomed = tuple[str, Callable[[], None]]
-"""A handle out of use but not destroyed yet: what it is, and the call that destroys it."""
-
 
 class LayerRole(Protocol):
     """What the machine wants to know of a layer; any object with these attributes will do."""
@@ -42,15 +31,6 @@ class Fork(NamedTuple):
     side: Stream
     ev_fork: Event
     ev_join: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Fall:
-    """The first layer of a replay whose ffn half was wrong. `fetched`: experts read for it since."""
-
-    layer: int
-    kind: FallKind
-    fetched: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,25 +62,25 @@ def greedy(
     new: list[int] = []
     stopped = "max-new"
     feed = list(prompt)
+    image_token = engine.config.image_token
     start = time.perf_counter()
     for done in range(total):
         logits = engine.decode_step(seq, feed[done])
         if trace is not None:
             trace.end_token()
         if keep_logits:
-            kept.append(logits)
+            kept.append(logits.copy())
         if progress is not None:
             progress(done + 1, total)
         if done + 1 < len(prompt) or max_new == 0:
             continue
+        if image_token is not None:
+            logits[image_token] = -np.inf  # stands for pixels: no text continues with it
         token = int(np.argmax(logits))
         new.append(token)
         feed.append(token)
         if token == engine.config.eos_token and not ignore_eos:
             stopped = "eos"
-            break
-        if token == engine.config.image_token:
-            stopped = "image token"
             break
     seconds = time.perf_counter() - start
     positions = len(prompt) + max(len(new) - 1, 0)
