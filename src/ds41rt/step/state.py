@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ds41rt.cu.backend import Event, GraphExec, Stream
+from ds41rt.moe.header import FallKind
 
 Classes = tuple[bool, bool]
 """Selections that a segment's attention bodies read: (of layers with ratio > 0, of layers with ratio 0)."""
+
+Doomed = tuple[str, Callable[[], None]]
+"""Something out of use that is still to be destroyed: its name, and the call that does it."""
+
 
 class LayerRole(Protocol):
     """What the machine wants to know of a layer; any object with these attributes will do."""
