@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers
@@ -29,6 +28,7 @@ from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.result import CudaError
 from ds41rt.engram.rows import EngramUpload
 from ds41rt.errors import ConfigError, ContextFullError, Ds41Error, EngineClosedError, InputError, UnsupportedError
+from ds41rt.log import Logger
 from ds41rt.moe.arena import ExpertArena, slot_nbytes
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.fetch import ExpertFetcher
@@ -44,7 +44,7 @@ from ds41rt.step.snapshot import Snapshots
 from ds41rt.step.state import Fork
 from ds41rt.step.weights import DeviceWeights
 
-log: Any = structlog.get_logger("ds41rt.engine")
+log = Logger("ds41rt.engine")
 Mode = Literal["eager", "step-graph"]
 Progress = Callable[[int, int], None]
 _T = TypeVar("_T")

@@ -59,6 +59,14 @@ class Span(NamedTuple):
     access: Access
 
 
+class Geometry(NamedTuple):
+    """How a launch fills the device: blocks, threads a block, dynamic shared memory a block in bytes."""
+
+    grid: tuple[int, int, int]
+    block: int
+    shared_nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """One kernel: entry name, parameters in order, NumPy reference, and the indirect memory it reaches.
@@ -66,12 +74,16 @@ class KernelSpec:
     `reference` takes one argument per parameter, under the same names and in the same order: an array for a pointer
     (read-only for access "r", None for an unused pointer), an int or float for a scalar. With `indirect` it takes one
     more, `spans`: the arrays of the spans that `indirect` (called with the same arguments) returned, in order.
+
+    `geometry(scalars, n_multiprocessors)` is the launch shape on a GPU; a result must not depend on it. A spec without
+    one has no device version.
     """
 
     name: str
     params: tuple[Pointer | Scalar, ...]
     reference: Callable[..., None]
     indirect: Callable[..., Sequence[Span]] | None = None
+    geometry: Callable[[Scalars, int], Geometry] | None = None
     scalar_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

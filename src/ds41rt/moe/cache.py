@@ -131,10 +131,10 @@ class ExpertCache:
         return None if key < 0 else divmod(key, self.n_experts)
 
     def first_wrong(self, layer: int, experts: Sequence[int], slots: Sequence[int]) -> int | None:
-        """The first i whose slots[i] is not -1 and does not hold (layer, experts[i]), by the reverse map; else None."""
+        """The first i whose slots[i] is a slot (above 0) that does not hold (layer, experts[i]), by the reverse map."""
         key_of, n_slots, base = self._key, self.n_slots, layer * self.n_experts
         for i, slot in enumerate(slots):
-            if slot != -1 and not (0 < slot <= n_slots and key_of[slot] == base + experts[i]):
+            if slot > 0 and not (slot <= n_slots and key_of[slot] == base + experts[i]):
                 return i
         return None
 

@@ -13,16 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.errors import Ds41Error
+from ds41rt.kernels import router
 from ds41rt.moe.cache import ExpertCache
 
 # Rows of the header block and of the slot table, whatever the model's layer count.
 SLOT_TABLE_LAYERS = 64
-# Flag bits.
-MISS = 1
-NOT_FINITE = 2
-# Slot codes of the slot table and the plan slots: ABSENT, a device slot, or HOST_SLOT_BIT | a slot of the host arena.
+# The kernel that writes the rows defines their words; these are its names on this side.
+MISS = router.FLAG_MISS
+NOT_FINITE = router.FLAG_NOT_FINITE
+HOST_SLOT_BIT = router.HOST_SLOT_BIT
+header_words = router.header_words
+# Slot codes: a device slot, HOST_SLOT_BIT | a host slot, or absent: ABSENT in the slot table, below 1 in a row.
 ABSENT = -1
-HOST_SLOT_BIT = 1 << 30
 
 
 FallKind = Literal["miss", "no_flag", "stale_table"]
@@ -45,11 +47,6 @@ class HeaderError(Ds41Error):
     """A header row that no kernel of ours writes: device memory was overwritten, or the row was never written."""
 
 
-def header_words(top_k: int) -> int:
-    """int32 words of one row."""
-    return 1 + 3 * top_k
-
-
 @dataclass(slots=True)  # not frozen: that doubles the cost of a row, and one is made per layer and token
 class HeaderRow:
     """One layer's routing. Lists have top-k entries; `weight_bits` are float32 patterns read as int32."""
@@ -64,10 +61,6 @@ class HeaderRow:
     def weights(self) -> NDArray[np.float32]:
         """float32 [k], in pick order."""
         return np.array(self.weight_bits, np.int32).view(np.float32)
-
-    def plan(self) -> list[tuple[int, int]]:
-        """(expert, slot code) in plan order, that is by ascending expert id."""
-        return list(zip(sorted(self.picks), self.plan_slots, strict=True))
 
 
 def parse(rows: NDArray[Any], layer: int, n_experts: int) -> HeaderRow:

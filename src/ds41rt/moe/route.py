@@ -6,16 +6,15 @@ know segments or `skip_until`; it is told which layers to look at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from ds41rt.cu.backend import GpuBackend, Stream
 from ds41rt.cu.kernel import KernelLaunch
 from ds41rt.errors import Ds41Error, NotFiniteError
 from ds41rt.kernels.router import plan, select_experts
+from ds41rt.log import Logger
 from ds41rt.moe.arena import ExpertArena
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.fetch import ExpertFetcher
@@ -32,7 +31,7 @@ from ds41rt.moe.header import (
 )
 from ds41rt.moe.slots import SlotTable
 
-log: Any = structlog.get_logger("ds41rt.moe")
+log = Logger("ds41rt.moe")
 _DIAG_LOG_EVERY = 4000
 
 

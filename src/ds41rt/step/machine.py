@@ -13,16 +13,15 @@ thread-safe: one thread steps.
 from collections.abc import Sequence
 from functools import partial
 
-import structlog
-
 from ds41rt.cu.backend import Event, GpuBackend, Stream
 from ds41rt.cu.result import CudaError
 from ds41rt.errors import Ds41Error
+from ds41rt.log import Logger
 from ds41rt.moe.header import Fall
 from ds41rt.step.bodies_protocol import LayerBodies
 from ds41rt.step.state import Classes, LayerRole, Recording, SegCapture, SegGraph, SegState
 
-logger = structlog.get_logger("ds41rt.step")
+logger = Logger("ds41rt.step")
 
 
 def capturable(role: LayerRole) -> bool:
