@@ -6,6 +6,7 @@ configures logging; results go to stdout, everything else to stderr.
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,11 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _configure_logging(args.verbose)
     try:
-        return _run(args)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
     except (InputError, ConfigError) as e:
         print(f"ds41rt: {e}", file=sys.stderr)
         return EXIT_USAGE
-    except (Ds41Error, OSError) as e:
+    except BrokenPipeError:
+        # The reader of the results has left: no news. Python would complain once more when it flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PROBLEM
+    except (Ds41Error, OSError, MemoryError) as e:
         print(f"ds41rt: {e}", file=sys.stderr)
         return EXIT_PROBLEM
     except KeyboardInterrupt:

@@ -521,5 +521,6 @@ def _check_platform() -> None:
     if system == "darwin":
         return  # host backend only: the CUDA backend finds no driver there
     raise UnsupportedError(
-        f"ds41rt runs on Linux (x86-64, aarch64) and, with the host backend only, on macOS; this is {system} on {machine}"
+        "ds41rt runs on Linux (x86-64, aarch64) and, with the host backend only, on macOS; "
+        f"this is {system} on {machine}"
     )

@@ -7,7 +7,8 @@ switch that silently does nothing costs its user a day. Precedence: explicit arg
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from ds41rt.errors import ConfigError
 
@@ -28,7 +29,7 @@ ALIASES = {
 class Settings(BaseModel):
     """Every switch with its default; field `x` is the environment variable `DS41RT_X`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     backend: BackendName = "auto"
     step_graph: bool = False
@@ -42,6 +43,13 @@ class Settings(BaseModel):
     max_context: int | None = Field(default=None, ge=1)  # None: 4096, or what the model allows if that is less
     index_keys: IndexKeys = "intended"
 
+    @field_validator("trace")
+    @classmethod
+    def _trace_is_not_built(cls, on: bool) -> bool:
+        if on:  # better than a switch that silently does nothing
+            raise PydanticCustomError("not_built", "not built yet in this version; use ds41rt decode --trace-out F.npz")
+        return on
+
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> "Settings":
         """Settings from `env`, then `overrides` (None = not given). Raises `ConfigError` naming variable and value."""
@@ -52,7 +60,7 @@ class Settings(BaseModel):
                     raise ConfigError(f"{alias}={env[alias]!r} is not understood; use 1 for on, 0 or nothing for off")
                 values[name] = env[alias] == "1"
         for variable, raw in env.items():
-            if not variable.startswith(PREFIX):
+            if not variable.upper().startswith(PREFIX):
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in cls.model_fields or variable != variable.upper():
@@ -90,8 +98,12 @@ def _parse(variable: str, raw: str, annotation: Any) -> Any:
         if text in choices:
             return text
         raise ConfigError(f"{variable}={raw!r} is not understood; use one of {', '.join(choices)}")
-    number: Callable[[str], int | float] = int if annotation is int or int in choices else float
+    whole = annotation is int or int in choices
+    number: Callable[[str], int | float] = int if whole else float
     try:
+        if "_" in text:  # legal in Python's numbers, a slip here
+            raise ValueError
         return number(text)
     except ValueError:
-        raise ConfigError(f"{variable}={raw!r} is not understood; it must be a number") from None
+        wanted = "a whole number" if whole else "a number"
+        raise ConfigError(f"{variable}={raw!r} is not understood; it must be {wanted}") from None

@@ -6,7 +6,7 @@ attention's expand: the one point that every mode passes (inside a replay it exi
 """
 
 import hashlib
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +61,9 @@ class TraceRecorder:
             out[f"index_topk.L{layer:02d}"] = table
         return out
 
-    def save(self, path: Path) -> None:
-        with path.open("wb") as f:
-            np.savez(f, allow_pickle=False, **self.arrays())
+    def save(self, file: BinaryIO) -> None:
+        """Write `arrays` in the npz format."""
+        np.savez(file, allow_pickle=False, **self.arrays())
 
     def close(self) -> None:
         self._engine.observe(None)

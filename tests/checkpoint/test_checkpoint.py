@@ -219,16 +219,21 @@ def test_experts_at_odd_offsets(micro: Path, broken: Path, pad: int) -> None:
 
 
 @pytest.mark.parametrize("part", ["weight", "scale"])
-def test_scattered_expert_is_refused(broken: Path, part: str) -> None:
-    names = [f"layers.2.ffn.experts.9.{w}.{part}" for w in ("w2", "w3")]
+@pytest.mark.parametrize("order", [("w1", "w3", "w2"), ("w2", "w1", "w3"), ("w3", "w1", "w2")])
+def test_scattered_expert_is_refused(broken: Path, part: str, order: tuple[str, ...]) -> None:
+    """A sound shard whose tensors of one expert stand in another order."""
+    names = [f"layers.2.ffn.experts.9.{w}.{part}" for w in ("w1", "w2", "w3")]
+    swapped = dict(zip(names, (f"layers.2.ffn.experts.9.{w}.{part}" for w in order), strict=True))
+    rewrite(broken, names[0], lambda t: {swapped.get(n, n): t[swapped.get(n, n)] for n in t})
+    assert f"the {part} tensors of layers.2.ffn.experts.9.w1" in refused(broken)
 
-    def swap(t: Tensors) -> Tensors:
-        order = [names[1 - names.index(n)] if n in names else n for n in t]
-        return {n: t[n] for n in order}
 
-    rewrite(broken, names[0], swap)
-    message = refused(broken)
-    assert f"the {part} tensors of layers.2.ffn.experts.9.w1" in message
+@pytest.mark.parametrize("part", ["weight", "scale"])
+def test_expert_with_a_stray_tensor_is_refused(broken: Path, part: str) -> None:
+    """w1 and w2 side by side, w3 at the end of the file."""
+    name = f"layers.2.ffn.experts.9.w3.{part}"
+    rewrite(broken, name, lambda t: {n: v for n, v in t.items() if n != name} | {name: t[name]})
+    assert f"the {part} tensors of layers.2.ffn.experts.9.w1" in refused(broken)
 
 
 def flip(directory: Path, name: str, index: int, value: int) -> None:

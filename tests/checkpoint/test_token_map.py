@@ -48,6 +48,23 @@ def test_map_is_rebuilt_without_the_file(text_only: Path) -> None:
     assert load_token_map(text_only, CFG).tolist() == load_token_map(TINY_A, CFG).tolist()
 
 
+def test_what_counts_as_the_same_token() -> None:
+    """Compatibility forms, accents, case, and outer white space fold; a lone space and an empty fold stay themselves."""
+    from tokenizers import Tokenizer, models
+
+    same = [
+        ["a", "A", "á", " a", "a\t", "ａ", "\r\nÀ "],
+        [" ", "\t", "\n \r"],
+        ["b c", "B\t\nC"],
+        ["ﬁ", "fi"],
+        ["\v"],
+        ["ø"],
+    ]
+    vocab = {text: i for i, text in enumerate(t for group in same for t in group)}
+    want = [i for i, group in enumerate(same) for _ in group]
+    assert rebuild_token_map(Tokenizer(models.WordLevel(vocab, unk_token="ø"))) == want
+
+
 def test_the_file_wins(text_only: Path) -> None:
     def swap(value: Any) -> None:
         value["map"][100], value["map"][101] = value["map"][101], value["map"][100]

@@ -20,7 +20,7 @@ def make_experts(rng: np.random.Generator) -> NDArray[np.uint8]:
     """Six slots in file order: three weight matrices, then their three scale matrices."""
     slots = np.empty((K, 3 * (N_W + N_S)), np.uint8)
     slots[:, :DISP] = rng.integers(0, 256, (K, DISP))
-    slots[:, DISP:] = rng.integers(119, 125, (K, 3 * N_S))
+    slots[:, DISP:] = rng.integers(121, 128, (K, 3 * N_S))
     return slots
 
 

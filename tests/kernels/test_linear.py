@@ -36,7 +36,8 @@ def ulps_bf16(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
         bits = x.view(np.uint16).astype(np.int64)
         return np.where(bits & 0x8000, -(bits & 0x7FFF), bits)
 
-    return np.abs(rank(a) - rank(b))
+    distance: NDArray[np.int64] = np.abs(rank(a) - rank(b))
+    return distance
 
 
 @pytest.mark.parametrize("name", ["linA", "linB"])

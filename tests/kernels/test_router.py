@@ -28,13 +28,7 @@ def slow_select(
     with np.errstate(all="ignore"):
         keys = [f32(s + b) for s, b in zip(scores, bias, strict=True)]
         keys = [-math.inf if math.isnan(key) else key for key in keys]
-        ids: list[int] = []
-        for _ in range(k):
-            best = -1
-            for e, key in enumerate(keys):
-                if e not in ids and (best < 0 or key > keys[best]):
-                    best = e
-            ids.append(best)
+        ids = sorted(range(len(keys)), key=lambda e: (-keys[e], e))[:k]
         weights = [scores[e] for e in ids]
         if normalise:
             total = 0.0
@@ -261,7 +255,7 @@ def test_header_and_pointer_table() -> None:
         misses += header[0]
         assert header[1:7] == ids.tolist()
         assert header[7:13] == weights.view(np.int32).tolist()
-        assert header[13:] == [0 if code == -1 else code for code in codes]
+        assert header[13:] == codes
         np.testing.assert_array_equal(out["weight_dev"], weights[planned])
         assert not out["rows_dev"].any()
         for matrix, off in enumerate(OFFS):

@@ -50,7 +50,9 @@ def test_every_input_matches_libm_and_the_committed_hashes(tmp_path: Path, table
     libm.argtypes = [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p]
     libm.restype = None
     theirs = np.empty(CHUNK, np.float32)
-    differences, examples, wrong_blocks = 0, [], []
+    differences = 0
+    examples: list[str] = []
+    wrong_blocks: list[int] = []
     for block in range(BLOCKS):
         total = 0
         for x, ours in outputs(block):

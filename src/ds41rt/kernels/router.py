@@ -82,12 +82,13 @@ def _route_select(
         logits, bias, top_k=top_k, temperature=temperature, route_scale=route_scale, normalise=bool(normalise)
     )
     _, planned, planned_weights = plan(ids, weights)
-    slots = [max(code, 0) for code in slot_row.take(planned).tolist()]
+    codes = slot_row.take(planned).tolist()  # the header's plan slots are the table's codes: -1 stays -1
+    slots = [max(code, 0) for code in codes]
     flags = (FLAG_MISS if 0 in slots else 0) | (FLAG_NOT_FINITE if not_finite else 0)
     header[0] = flags
     header[1 : 1 + top_k] = ids
     header[1 + top_k : 1 + 2 * top_k] = weights.view(np.int32)
-    header[1 + 2 * top_k :] = slots
+    header[1 + 2 * top_k :] = codes
     weight_dev[...] = planned_weights
     rows_dev[...] = 0
     bases = [

@@ -5,6 +5,7 @@ need the new ones are behind it. Synchronous reads; must not know headers, segme
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,14 @@ class ExpertSource(Protocol):
     def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None: ...
 
 
+class _Staged(Enum):
+    """What may still read the staging slots: nothing, copies before the event, copies that no event follows."""
+
+    NOTHING = 0
+    RECORDED = 1
+    UNRECORDED = 2
+
+
 class ExpertFetcher:
     """One staging slot per pick of a layer; a stager is rewritten only after its last copy has completed."""
 
@@ -34,7 +43,7 @@ class ExpertFetcher:
         self._source = source
         self._nbytes = arena.layout.nbytes
         self._copied = backend.create_event("expert staging")
-        self._in_flight = False
+        self._staged = _Staged.NOTHING
         self.bytes_read = 0
         try:
             self._staging = backend.alloc_pinned("expert staging", top_k * arena.slot_nbytes)
@@ -56,9 +65,7 @@ class ExpertFetcher:
         failures: list[tuple[Ticket, Exception]] = []
         fetched = 0
         try:
-            if self._in_flight:
-                self._backend.synchronize_event(self._copied)
-                self._in_flight = False
+            self._wait_for_staging(stream)
             for i, ticket in enumerate(plan.tickets):
                 try:
                     self._source.read_expert(layer, ticket.expert, self._stagers[i])
@@ -66,6 +73,7 @@ class ExpertFetcher:
                     failures.append((ticket, e))
                     continue
                 self._cache.evict(ticket)
+                self._staged = _Staged.UNRECORDED
                 self._backend.copy_h2d(
                     self._arena.slot_ptr(ticket.slot),
                     self._staging,
@@ -77,14 +85,22 @@ class ExpertFetcher:
                 self._cache.commit(ticket)
                 fetched += 1
             if fetched:
-                self._in_flight = True
                 self._backend.record(self._copied, stream)
+                self._staged = _Staged.RECORDED
         finally:
             self.bytes_read += fetched * self._nbytes
             self._cache.abort(plan)
         if failures:
             raise reads_failed(plan, failures) from failures[0][1]
         return fetched
+
+    def _wait_for_staging(self, stream: Stream) -> None:
+        """Return once no copy can still read the staging slots."""
+        if self._staged is _Staged.RECORDED:
+            self._backend.synchronize_event(self._copied)
+        elif self._staged is _Staged.UNRECORDED:
+            self._backend.synchronize(stream)  # a call failed between copy and record: only the stream knows
+        self._staged = _Staged.NOTHING
 
     def close(self) -> None:
         self._backend.destroy_event(self._copied)

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from ds41rt.checkpoint.token_map import load_tokenizer
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.errors import ContextFullError, InputError
+from ds41rt.tools.output import output_file
 from ds41rt.tools.progress import ProgressBar
 from ds41rt.trace import TraceRecorder
 
@@ -29,6 +32,18 @@ class Run:
     positions: int
     stats: Stats
     logits: NDArray[np.float32] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `tokens` are the new ones, `positions` counts the tokens processed, then every other counter."""
+        counted = self.stats.as_dict()
+        del counted["tokens"]
+        return {
+            "tokens": self.tokens,
+            "stopped": self.stopped,
+            "positions": self.positions,
+            "tokens_per_s": self.tokens_per_s,
+            **counted,
+        }
 
     @property
     def logits_width(self) -> int:
@@ -90,10 +105,13 @@ def greedy(
 
 def parse_ids(text: str, where: str) -> list[int]:
     """Token ids from `text`, separated by commas or white space; errors name the piece that is not a number."""
+    if not text.strip():
+        raise InputError(f"{where}: there are no token ids; give for example 1,2,3")
     ids = []
     for piece in re.split(r"[,\s]+", text.strip()):
-        if not re.fullmatch(r"\d{1,18}", piece):
-            raise InputError(f"{where}: {piece!r} is not a token id; give non-negative integers, for example 1,2,3")
+        if not re.fullmatch(r"[0-9]{1,18}", piece):
+            shown = piece if len(piece) <= 40 else piece[:40] + "..."
+            raise InputError(f"{where}: {shown!r} is not a token id; give non-negative integers, for example 1,2,3")
         ids.append(int(piece))
     return ids
 
@@ -104,9 +122,11 @@ def _prompt_of(args: argparse.Namespace) -> list[int]:
     if args.prompt_ids_file is not None:
         try:
             text = args.prompt_ids_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"--prompt-ids-file {args.prompt_ids_file}: {e}") from e
-        return parse_ids(text, str(args.prompt_ids_file))
+        except OSError as e:
+            raise InputError(f"--prompt-ids-file {args.prompt_ids_file}: cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise InputError(f"--prompt-ids-file {args.prompt_ids_file}: is not a text file: {e}") from e
+        return parse_ids(text, f"--prompt-ids-file {args.prompt_ids_file}")
     ids: list[int] = load_tokenizer(args.checkpoint).encode(args.prompt).ids
     if not ids:
         raise InputError("--prompt: the text has no tokens")
@@ -125,19 +145,22 @@ def counters(stats: Stats) -> str:
     )
 
 
-def _check_outputs(*paths: Path | None) -> None:
-    """Refuse an output that cannot be written before minutes of work, not after."""
-    for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InputError(f"{path}: the folder {path.resolve().parent} does not exist")
+def _outputs(stack: ExitStack, logits: Path | None, trace: Path | None) -> tuple[BinaryIO | None, BinaryIO | None]:
+    """Both result files, open before the work starts: one that cannot be written is refused now, not minutes later."""
+    if logits is not None and trace is not None and os.path.realpath(logits) == os.path.realpath(trace):
+        raise InputError(f"--logits-out and --trace-out are the same file: {logits}")
+    return (
+        None if logits is None else stack.enter_context(output_file(logits)),
+        None if trace is None else stack.enter_context(output_file(trace)),
+    )
 
 
 def decode(args: argparse.Namespace) -> int:
     if args.max_new < 0:
         raise InputError(f"--max-new must not be negative, is {args.max_new}")
-    _check_outputs(args.logits_out, args.trace_out)
     prompt = _prompt_of(args)
     with ExitStack() as stack:
+        logits_out, trace_out = _outputs(stack, args.logits_out, args.trace_out)
         bar = stack.enter_context(ProgressBar("loading"))
         engine = stack.enter_context(
             Engine.open(
@@ -154,7 +177,7 @@ def decode(args: argparse.Namespace) -> int:
         )
         seq = stack.enter_context(engine.new_sequence())
         trace = None
-        if args.trace_out is not None:
+        if trace_out is not None:
             trace = TraceRecorder(engine)
             stack.callback(trace.close)
         bar = stack.enter_context(ProgressBar("decoding"))
@@ -164,26 +187,17 @@ def decode(args: argparse.Namespace) -> int:
             prompt,
             args.max_new,
             ignore_eos=args.ignore_eos,
-            keep_logits=args.logits_out is not None,
+            keep_logits=logits_out is not None,
             trace=trace,
             progress=bar,
         )
-        if run.logits is not None:
-            with args.logits_out.open("wb") as f:
-                np.save(f, run.logits)
-        if trace is not None:
-            trace.save(args.trace_out)
+        if logits_out is not None and run.logits is not None:
+            np.save(logits_out, run.logits)
+        if trace_out is not None and trace is not None:
+            trace.save(trace_out)
         backend = engine.backend.name
     if args.json:
-        result = {
-            "tokens": run.tokens,
-            "stopped": run.stopped,
-            "positions": run.positions,
-            "tokens_per_s": run.tokens_per_s,
-            "backend": backend,
-            **run.stats.as_dict(),
-        }
-        print(json.dumps(result))
+        print(json.dumps({"backend": backend, **run.as_dict()}))
         return 0
     print(",".join(map(str, run.tokens)))
     if args.prompt is not None and run.tokens:

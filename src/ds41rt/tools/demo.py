@@ -88,7 +88,7 @@ def demo(args: argparse.Namespace, tamper: Callable[[Engine], None] | None = Non
     if args.json:
         result: dict[str, Any] = {"backend": backend, "bit_identical": same}
         for mode, run in runs.items():
-            result[mode] = {"tokens": run.tokens, "tokens_per_s": run.tokens_per_s, **run.stats.as_dict()}
+            result[mode] = run.as_dict()
         print(json.dumps(result))
         return 0 if same else 1
     print(f"A synthetic checkpoint (preset {PRESET}, 8 layers x 384 experts, top 6), backend {backend}.")
