@@ -31,18 +31,20 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ds41rt", description="Decode DeepSeek-V4.1-Flash on one GPU, with experts streamed from the checkpoint."
+        prog="ds41rt",
+        description="Decode DeepSeek-V4.1-Flash on one GPU, with experts streamed from the checkpoint.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ds41rt {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log events to stderr")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="make a tiny checkpoint, decode it, show what happened")
+    demo = commands.add_parser("demo", help="make a tiny checkpoint, decode it, show what happened", allow_abbrev=False)
     demo.add_argument("--tokens", type=int, default=96, help="tokens to decode (default: 96)")
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(demo)
 
-    decode = commands.add_parser("decode", help="decode a prompt greedily")
+    decode = commands.add_parser("decode", help="decode a prompt greedily", allow_abbrev=False)
     decode.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     prompt = decode.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, comma separated")
@@ -61,13 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--trace-out", type=Path, metavar="F.npz", help="routing, selections, a hash per layer")
     decode.add_argument("--json", action="store_true", help="print one JSON object")
 
-    synth = commands.add_parser("synth", help="write a synthetic checkpoint in the published layout")
+    synth = commands.add_parser(
+        "synth", help="write a synthetic checkpoint in the published layout", allow_abbrev=False
+    )
     synth.add_argument("dir", type=Path, metavar="DIR")
     synth.add_argument("--preset", choices=("micro", "tiny", "small"), default="tiny")
     synth.add_argument("--seed", type=int, default=0, metavar="N")
     synth.add_argument("--json", action="store_true", help="print one JSON object")
 
-    verify = commands.add_parser("verify", help="compare this build and machine with reference values")
+    verify = commands.add_parser(
+        "verify", help="compare this build and machine with reference values", allow_abbrev=False
+    )
     verify.add_argument("golden_dir", type=Path, metavar="GOLDEN_DIR")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(verify)

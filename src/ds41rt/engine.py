@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from os import PathLike, environ
-from pathlib import Path
+from os import environ
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers
 from ds41rt.checkpoint.checkpoint import Checkpoint
 from ds41rt.checkpoint.engram_table import engram_constants
-from ds41rt.checkpoint.token_map import load_token_map
+from ds41rt.checkpoint.source import ModelSource
 from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.result import CudaError
@@ -108,11 +107,14 @@ class DecodeSequence:
 
 
 class Engine:
-    """Decodes one checkpoint on one backend. Use `Engine.open`, and `close` it (or a `with` block)."""
+    """Decodes one model on one backend. Use `Engine.open` for a checkpoint, and `close` it (or a `with` block).
+
+    The constructor takes any `ModelSource`, which stays open and the caller's own.
+    """
 
     def __init__(
         self,
-        path: str | PathLike[str],
+        source: ModelSource,
         settings: Settings,
         *,
         schedule: str = "lazy",
@@ -128,8 +130,8 @@ class Engine:
         self._next_ident = 1
         self._seen = _Counts()
         with ExitStack() as stack:
-            self._checkpoint = stack.enter_context(Checkpoint.open(Path(path)))
-            self.config: ModelConfig = self._checkpoint.config
+            self._source = source
+            self.config: ModelConfig = source.config
             limit = self.config.max_positions
             self.max_context = settings.max_context or min(_DEFAULT_CONTEXT, limit)
             if self.max_context > limit:
@@ -145,7 +147,7 @@ class Engine:
     @classmethod
     def open(
         cls,
-        path: str | PathLike[str],
+        path: str | Path,
         *,
         mode: Mode | None = None,
         schedule: str = "lazy",
@@ -170,7 +172,18 @@ class Engine:
             overrides["backend"] = backend
             backend = None
         settings = Settings.from_env(environ, **overrides)
-        return cls(path, settings, schedule=schedule, expert_slots=expert_slots, backend=backend, progress=progress)
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(Checkpoint.open(path))
+            engine = cls(
+                checkpoint,
+                settings,
+                schedule=schedule,
+                expert_slots=expert_slots,
+                backend=backend,
+                progress=progress,
+            )
+            engine._stack.push(stack.pop_all())  # closed after everything that reads from it
+        return engine
 
     # ---- building
 
@@ -191,21 +204,19 @@ class Engine:
         self._side = side
         engram = None
         if cfg.engram_layers and not settings.no_engram:
-            engram = EngramUpload(
-                backend, cfg, engram_constants(cfg), load_token_map(self._checkpoint.directory, cfg), self._checkpoint
-            )
+            engram = EngramUpload(backend, cfg, engram_constants(cfg), self._source.token_map(), self._source)
             own(engram, EngramUpload.close)
         self.engram = engram
-        self._weights = own(DeviceWeights(backend, self._checkpoint, self.stream, progress), DeviceWeights.close)
+        self._weights = own(DeviceWeights(backend, self._source, self.stream, progress), DeviceWeights.close)
         self.buffers = own(StepBuffers(backend, cfg, self.max_context), StepBuffers.close)
         self.block = own(SequenceBlock(backend, cfg), SequenceBlock.close)
         n_slots = self._slot_count(expert_slots)
-        layout = self._checkpoint.expert_layout
+        layout = self._source.expert_layout
         self.cache = ExpertCache(cfg.n_layers, cfg.n_experts, n_slots, evict_random_pct=settings.evict_random_pct)
         self.arena = own(ExpertArena(backend, layout, n_slots, cfg.top_k, self.stream), ExpertArena.close)
         self.table = own(SlotTable(backend, self.cache, self.stream), SlotTable.close)
         self._fetcher = own(
-            ExpertFetcher(backend, self.cache, self.arena, self._checkpoint, cfg.top_k), ExpertFetcher.close
+            ExpertFetcher(backend, self.cache, self.arena, self._source, cfg.top_k), ExpertFetcher.close
         )
         self.router = own(
             MoeRouter(
@@ -216,7 +227,7 @@ class Engine:
                 self.cache,
                 self.table,
                 self._fetcher,
-                [self._checkpoint.read(f"layers.{i}.ffn.gate.bias") for i in range(cfg.n_layers)],
+                [self._source.read(f"layers.{i}.ffn.gate.bias") for i in range(cfg.n_layers)],
                 diag=settings.device_route_diag,
             ),
             MoeRouter.close,
@@ -274,7 +285,7 @@ class Engine:
             if asked < 1:
                 raise InputError(f"expert slots must be at least {cfg.top_k} (top-k), is {asked}")
             return min(asked, everything)
-        size = slot_nbytes(self._checkpoint.expert_layout)
+        size = slot_nbytes(self._source.expert_layout)
         free, _ = self.backend.memory_info()
         gib = self.settings.expert_cache_gib
         budget = int(free * _ARENA_SHARE) if gib is None else int(gib * 2**30)

@@ -49,7 +49,7 @@ def test_map_is_rebuilt_without_the_file(text_only: Path) -> None:
 
 
 def test_what_counts_as_the_same_token() -> None:
-    """Compatibility forms, accents, case, and outer white space fold; a lone space and an empty fold stay themselves."""
+    """Compatibility forms, accents, case, and outer white space fold; a lone space and an empty fold stay."""
     from tokenizers import Tokenizer, models
 
     same = [

@@ -17,6 +17,7 @@ from ds41rt.checkpoint.engram_table import engram_constants
 from ds41rt.checkpoint.json_file import load_json
 from ds41rt.checkpoint.layout import ExpertLayout, expert_tensor, resident_tensors, text_tensors
 from ds41rt.checkpoint.safetensors import Shard, TensorInfo
+from ds41rt.checkpoint.token_map import load_token_map
 from ds41rt.config import ModelConfig
 from ds41rt.errors import CheckpointError, ConfigError, InputError
 
@@ -130,6 +131,10 @@ class Checkpoint:
         shard.read_at(info.off + offset, out, f"tensor {name!r}")
         if info.dtype == "F8_E8M0":
             check_scales(out, f"{shard.path}: tensor {name!r}", offset)
+
+    def token_map(self) -> NDArray[np.int64]:
+        """Compressed id of every token, int64[vocab]; see `token_map.load_token_map`."""
+        return load_token_map(self.directory, self.config)
 
     def resident_tensors(self) -> list[tuple[str, int]]:
         """(name, nbytes) of what a run keeps on the device: all text tensors but routed experts and engram tables."""

@@ -3,11 +3,14 @@
 The reader checks files against this table and the generator writes from it. It opens nothing.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds41rt.config import QUANT_BLOCK, ModelConfig
+
+_ITEM_NBYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
 class TensorSpec(NamedTuple):
@@ -16,6 +19,10 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,13 @@ def _fp8_matrix(raw: _Raw, t: TensorSpec, stem: str, cfg: ModelConfig) -> Bytes:
     return _scales(raw, t.shape, exponent)
 
 
+def expert_bytes(cfg: ModelConfig, n: int, seed: int) -> Bytes:
+    """The first `n` experts of layer 0 as uint8[n, expert nbytes], each [w1|w2|w3|s1|s2|s3]."""
+    few = cfg.model_copy(update={"n_experts": n})
+    parts = [part(few, 0, seed).reshape(n, -1) for part in (_expert_weights, _expert_scales)]
+    return np.concatenate(parts, axis=1)
+
+
 def _expert_weights(cfg: ModelConfig, layer: int, seed: int) -> Bytes:
     """Packed codes of all experts of a layer in file order: two e2m1 codes a byte from one table of 2**16 pairs."""
     raw = _Raw(seed, expert_tensor(layer, 0, "weights"))

@@ -6,22 +6,14 @@ other than the one it is given.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.checkpoint.engram_table import EngramConstants, engram_rows
+from ds41rt.checkpoint.source import ModelSource
 from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import DeviceBuffer, GpuBackend, Stream
-
-
-class RowSource(Protocol):
-    """Where table rows come from: codes uint8[n, head_dim] and scale bytes uint8[n, head_dim / 32] by row number."""
-
-    def read_engram_rows(
-        self, layer: int, rows: NDArray[np.int64], codes_out: NDArray[np.uint8], scales_out: NDArray[np.uint8]
-    ) -> None: ...
 
 
 class EngramUpload:
@@ -33,7 +25,7 @@ class EngramUpload:
         cfg: ModelConfig,
         constants: Sequence[EngramConstants],
         token_map: NDArray[np.int64],
-        source: RowSource,
+        source: ModelSource,
     ) -> None:
         self._backend = backend
         self._source = source

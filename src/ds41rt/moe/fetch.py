@@ -6,21 +6,12 @@ need the new ones are behind it. Synchronous reads; must not know headers, segme
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ds41rt.checkpoint.source import ModelSource
 from ds41rt.cu.backend import GpuBackend, Stream
 from ds41rt.errors import CheckpointError
 from ds41rt.moe.arena import ExpertArena
 from ds41rt.moe.cache import ExpertCache, Ticket, reads_failed
-
-
-class ExpertSource(Protocol):
-    """Where expert bytes come from: [w1|w2|w3|s1|s2|s3] of one expert into `out` uint8[layout.nbytes]."""
-
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None: ...
 
 
 class _Staged(Enum):
@@ -35,7 +26,7 @@ class ExpertFetcher:
     """One staging slot per pick of a layer; a stager is rewritten only after its last copy has completed."""
 
     def __init__(
-        self, backend: GpuBackend, cache: ExpertCache, arena: ExpertArena, source: ExpertSource, top_k: int
+        self, backend: GpuBackend, cache: ExpertCache, arena: ExpertArena, source: ModelSource, top_k: int
     ) -> None:
         self._backend = backend
         self._cache = cache

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ds41rt.attn.select import candidate_mask, select_rows
 from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers
 from ds41rt.config import ModelConfig
-from ds41rt.cu.backend import Event, GpuBackend, Stream
+from ds41rt.cu.backend import GpuBackend, Stream
 from ds41rt.cu.kernel import KernelLaunch
 from ds41rt.engram.rows import EngramUpload
 from ds41rt.moe.header import Fall

@@ -3,24 +3,11 @@ and the engram tables. One named device buffer a tensor, in the checkpoint's own
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ds41rt.checkpoint.source import ModelSource
 from ds41rt.cu.backend import DeviceBuffer, GpuBackend, Stream
 
 _STAGING_NBYTES = 16 << 20
-
-
-class TensorSource(Protocol):
-    """The part of a checkpoint that loading needs."""
-
-    def resident_tensors(self) -> list[tuple[str, int]]:
-        """(name, nbytes) of every tensor that stays on the device."""
-
-    def read_into(self, name: str, out: NDArray[np.uint8], offset: int = 0) -> None:
-        """Fill `out` with the tensor's bytes from byte `offset` on."""
 
 
 class DeviceWeights:
@@ -29,7 +16,7 @@ class DeviceWeights:
     def __init__(
         self,
         backend: GpuBackend,
-        source: TensorSource,
+        source: ModelSource,
         stream: Stream,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:

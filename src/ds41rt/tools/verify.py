@@ -8,6 +8,8 @@ at layer level; floats stay within the limits below (relative L2 unless the name
 
 import argparse
 import json
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,12 +98,23 @@ def absolute(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max())
 
 
-def _load(path: Path) -> Arrays:
-    try:
-        with np.load(path) as data:
-            return dict(data.items())
-    except (OSError, ValueError) as e:
-        raise InputError(f"{path}: not a readable golden file: {e}") from e
+class GoldenFile(dict[str, NDArray[Any]]):
+    """The arrays of one npz file. Raises `InputError` naming the file when it is none, or has no such array."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not path.is_file():
+            raise InputError(f"{path}: is missing; give a golden directory")
+        if not zipfile.is_zipfile(path):
+            raise InputError(f"{path}: is not an npz file, or is cut short")
+        try:
+            with np.load(path) as data:
+                super().__init__(data)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+            raise InputError(f"{path}: not a readable golden file: {e}") from e
+
+    def __missing__(self, name: str) -> NDArray[Any]:
+        raise InputError(f"{self._path}: has no array {name!r}")
 
 
 def check_layers(engine: Engine, run: Arrays, traces: list[tuple[str, Arrays]], report: Report) -> None:
@@ -160,8 +173,10 @@ def check_run(engine: Engine, run: Arrays, label: str, golden: NDArray[Any], rep
 
 def compare(directory: Path, backend: str | None, schedule: str) -> Report:
     """All levels on one golden directory. Raises `InputError` if it is none."""
-    run = _load(directory / "run.npz")
-    traces = [(p.stem.removeprefix("trace_"), _load(p)) for p in sorted(directory.glob("trace_s*.npz"))]
+    run = GoldenFile(directory / "run.npz")
+    traces: list[tuple[str, Arrays]] = [
+        (p.stem.removeprefix("trace_"), GoldenFile(p)) for p in sorted(directory.glob("trace_s*.npz"))
+    ]
     if not traces:
         raise InputError(f"{directory}: no trace_s*.npz files; give a golden directory")
     report = Report()
@@ -176,7 +191,7 @@ def compare(directory: Path, backend: str | None, schedule: str) -> Report:
         with Engine.open(
             checkpoint, mode="eager", backend=backend, schedule=schedule, max_context=context, index_keys="reference"
         ) as engine:
-            check_run(engine, run, "reference keys", _load(stale)["logits"], report, state=False)
+            check_run(engine, run, "reference keys", GoldenFile(stale)["logits"], report, state=False)
     return report
 
 
