@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from os import environ
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 

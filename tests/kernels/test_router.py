@@ -68,7 +68,7 @@ def random_route(rng: np.random.Generator, i: int) -> tuple[NDArray[Any], NDArra
     """A kind of logits and of bias by `i`: ties, subnormal, huge, around 20, not finite."""
     logits = rng.normal(size=N).astype(np.float32)
     bias = (rng.normal(size=N) * 0.1).astype(np.float32)
-    match i % 12:
+    match i % 13:
         case 1:
             logits = np.round(logits * 2) / np.float32(2)
             bias = np.round(bias * 4) / np.float32(4)
@@ -98,6 +98,10 @@ def random_route(rng: np.random.Generator, i: int) -> tuple[NDArray[Any], NDArra
         case 11:
             logits[:] = np.nan if i % 24 == 11 else np.float32(3e38)
             bias[rng.integers(0, N, 4)] = np.nan
+        case 12:
+            # Fewer than six finite keys: -inf and NaN keys rank together, by id.
+            bias[4:] = -np.inf
+            logits[rng.integers(0, 20, 5)] = np.nan
     return logits, bias
 
 
