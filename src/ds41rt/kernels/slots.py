@@ -1,6 +1,6 @@
 """The update of the device slot table."""
 
-from ds41rt.cu.kernel import I32, Array, KernelSpec
+from ds41rt.cu.kernel import I32, Array, Geometry, KernelSpec, Scalars
 from ds41rt.kernels.params import r, rw, scalars
 
 
@@ -12,6 +12,10 @@ def _slot_table_set(table: Array, triples: Array, n_layers: int, n_experts: int,
         table[layer, expert] = slot
 
 
+def _geometry(s: Scalars, n_sms: int) -> Geometry:
+    return Geometry((-(-s.capacity // 128), 1, 1), 128)
+
+
 SLOT_TABLE_SET = KernelSpec(
     "slot_table_set",
     (
@@ -20,4 +24,5 @@ SLOT_TABLE_SET = KernelSpec(
         *scalars("u32", "n_layers", "n_experts", "capacity"),
     ),
     _slot_table_set,
+    geometry=_geometry,
 )

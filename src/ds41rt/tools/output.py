@@ -17,9 +17,9 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     Raises `InputError` at once if nothing can be written there.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+    if os.path.exists(target) and not (os.path.isfile(target) and os.access(target, os.W_OK)):
         raise InputError(f"{path}: exists and is not a file that can be written")
-    partial = target.with_name(f".{uuid.uuid4().hex}.partial")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         file = partial.open("xb")
     except OSError as e:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
+
 from ds41rt.cu.host.command import Operand
 from ds41rt.cu.host.memory import AccessFault, Memory
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec, Pointer, ordered_args
@@ -41,10 +43,11 @@ class HostLaunch(KernelLaunch):
         try:
             if self._epoch != memory.epoch:
                 self._bind(memory)
-            if self._indirect is None:
-                self._reference(*self._values)
-            else:
-                self._reference(*self._values, self._resolve(memory))
+            with np.errstate(all="ignore"):  # no device warns of an overflow
+                if self._indirect is None:
+                    self._reference(*self._values)
+                else:
+                    self._reference(*self._values, self._resolve(memory))
         except AccessFault:
             raise
         except BaseException as exc:
