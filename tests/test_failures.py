@@ -1,5 +1,6 @@
 """What an engine leaves behind when memory runs out, when Ctrl-C comes, and in a forked child: nothing."""
 
+import os
 import platform
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from ds41rt.cu.backend import DeviceBuffer, GpuBackend, HostBuffer
 from ds41rt.cu.host import HostBackend
-from ds41rt.cu.result import OutOfDeviceMemory
+from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
 from ds41rt.engine import Engine, Mode
 from ds41rt.errors import UnsupportedError
 
@@ -36,49 +37,47 @@ def decode(engine: Engine) -> bytes:
 
 
 class Ledger(HostBackend):
-    """Notes every allocation in order."""
+    """Notes (name, nbytes) of every allocation in order; allocation number `fail_at` finds one byte too few."""
 
-    def __init__(self, **limits: int) -> None:
-        super().__init__(**limits)
-        self.made: list[DeviceBuffer | HostBuffer] = []
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+        self._fail_at = fail_at
 
     def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
-        buf = super().alloc(name, nbytes)
-        self.made.append(buf)
-        return buf
+        if self._note(name, nbytes):
+            self.memory.device_nbytes = self.memory.device_used + nbytes - 1
+        return super().alloc(name, nbytes)
 
     def alloc_pinned(self, name: str, nbytes: int) -> HostBuffer:
-        buf = super().alloc_pinned(name, nbytes)
-        self.made.append(buf)
-        return buf
+        if self._note(name, nbytes):
+            self.memory._pinned_nbytes = self.memory._pinned_used + nbytes - 1
+        return super().alloc_pinned(name, nbytes)
+
+    def _note(self, name: str, nbytes: int) -> bool:
+        self.made.append((name, nbytes))
+        return len(self.made) == self._fail_at
 
 
 @pytest.mark.parametrize("mode", ["eager", "step-graph"])
 def test_every_allocation_fails_in_turn(micro: Path, mode: Mode) -> None:
-    """A device that is one byte too small for its k-th allocation: the error names it, and all before it is freed."""
+    """One byte too few for the k-th allocation, for every k: the error names it, and all before it is freed."""
     roomy = Ledger()
     with Engine.open(micro, mode=mode, backend=roomy, expert_slots=SLOTS) as engine, engine.new_sequence():
-        n_engine = engine.stats().device_nbytes
-    made = roomy.made
-    assert len(made) > 100
-    assert 0 < n_engine == sum(b.nbytes for b in made if isinstance(b, DeviceBuffer))
-    before = {DeviceBuffer: 0, HostBuffer: 0}
-    for k, buf in enumerate(made):
-        kind = type(buf)
-        limit = before[kind] + buf.nbytes - 1
-        limits = {"memory_nbytes" if kind is DeviceBuffer else "pinned_nbytes": limit}
-        backend = Ledger(**limits)
+        assert engine.stats().tokens == 0
+    assert len(roomy.made) > 100
+    for k, (name, nbytes) in enumerate(roomy.made, start=1):
+        backend = Ledger(fail_at=k)
         with (
             pytest.raises(OutOfDeviceMemory) as failure,
             Engine.open(micro, mode=mode, backend=backend, expert_slots=SLOTS) as engine,
         ):
             engine.new_sequence()
         assert isinstance(failure.value, MemoryError)
-        for said in (repr(buf.name), f"{buf.nbytes} bytes", f"{buf.nbytes - 1} are free"):
+        for said in (repr(name), f"{nbytes} bytes", f"{nbytes - 1} are free"):
             assert said in str(failure.value)
-        assert [b.name for b in backend.made] == [b.name for b in made[:k]]
+        assert backend.made == roomy.made[:k]
         assert backend.live() == dict.fromkeys(backend.live(), 0)
-        before[kind] += buf.nbytes
 
 
 @pytest.mark.parametrize("mode", ["eager", "step-graph"])
@@ -101,16 +100,21 @@ def test_an_engine_after_one_that_did_not_fit(micro: Path, mode: Mode) -> None:
     assert backend.live() == dict.fromkeys(backend.live(), 0)
 
 
-# ---- Ctrl-C
+# ---- failing and interrupted calls
 
 
-class Interrupting:
-    """A backend whose call number `hit_at` is interrupted by a real SIGINT."""
+class Troubled:
+    """A host backend whose call number `hit_at` meets `trouble` instead. `sites` are the places that called it."""
 
-    def __init__(self, inner: HostBackend) -> None:
+    def __init__(self, inner: HostBackend, trouble: Callable[[], None]) -> None:
         self._inner = inner
-        self.calls = 0
+        self._trouble = trouble
+        self.sites: list[tuple[str, str, int]] = []
         self.hit_at: int | None = None
+
+    @property
+    def calls(self) -> int:
+        return len(self.sites)
 
     def __getattr__(self, name: str) -> Any:
         target = getattr(self._inner, name)
@@ -118,49 +122,68 @@ class Interrupting:
             return target
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
+            caller = sys._getframe(1)
+            self.sites.append((name, caller.f_code.co_filename, caller.f_lineno))
             if self.calls == self.hit_at:
-                signal.raise_signal(signal.SIGINT)
+                self._trouble()
             return target(*args, **kwargs)
 
         return call
+
+
+def refuse() -> None:
+    raise CudaError(Status.INVALID_VALUE, "cuSeeded", "seeded")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)  # a real one: Python's own handler raises KeyboardInterrupt
+
+
+def open_on(backend: Troubled, directory: Path, mode: Mode) -> Engine:
+    return Engine.open(directory, mode=mode, backend=cast(GpuBackend, backend), expert_slots=SLOTS)
+
+
+@pytest.mark.parametrize("trouble", [refuse, interrupt])
+@pytest.mark.parametrize("mode", ["eager", "step-graph"])
+def test_a_call_fails_at_every_place_of_a_load(micro: Path, mode: Mode, trouble: Callable[[], None]) -> None:
+    """The first and the last call from each line of code: all is freed, and the backend serves another engine."""
+    quiet = Troubled(HostBackend(), trouble)
+    with open_on(quiet, micro, mode) as engine:
+        loaded = list(quiet.sites)
+        expected = decode(engine)
+    places = [loaded.index(site) for site in set(loaded)]
+    places += [len(loaded) - 1 - loaded[::-1].index(site) for site in set(loaded)]
+    assert len(set(places)) > 30
+    for index in sorted(set(places)):
+        host = HostBackend()
+        backend = Troubled(host, trouble)
+        backend.hit_at = index + 1
+        with pytest.raises((CudaError, KeyboardInterrupt)):
+            open_on(backend, micro, mode)
+        assert backend.sites[index] == loaded[index]
+        assert host.live() == dict.fromkeys(host.live(), 0), loaded[index]
+        if index % 5 == 0:
+            with Engine.open(micro, mode=mode, backend=host, expert_slots=SLOTS) as engine:
+                assert decode(engine) == expected
 
 
 def tenths(n: int) -> list[int]:
     return [1 + i * (n - 1) // 9 for i in range(10)]
 
 
-@pytest.mark.parametrize("mode", ["eager", "step-graph"])
-def test_ctrl_c_at_ten_points_of_a_load(micro: Path, mode: Mode) -> None:
-    quiet = Interrupting(HostBackend())
-    with Engine.open(micro, mode=mode, backend=cast(GpuBackend, quiet), expert_slots=SLOTS) as engine:
-        loaded = quiet.calls
-        expected = decode(engine)
-    for hit_at in tenths(loaded):
-        host = HostBackend()
-        backend = Interrupting(host)
-        backend.hit_at = hit_at
-        with pytest.raises(KeyboardInterrupt):
-            Engine.open(micro, mode=mode, backend=cast(GpuBackend, backend), expert_slots=SLOTS)
-        assert host.live() == dict.fromkeys(host.live(), 0)
-        with Engine.open(micro, mode=mode, backend=host, expert_slots=SLOTS) as engine:
-            assert decode(engine) == expected
-
-
 @pytest.mark.parametrize("schedule", ["lazy", "eager", "random:4"])
 @pytest.mark.parametrize("mode", ["eager", "step-graph"])
 def test_ctrl_c_at_ten_points_of_a_decode(micro: Path, mode: Mode, schedule: str) -> None:
     """The interrupt reaches the caller at once, the same token can be stepped again, and close frees everything."""
-    quiet = Interrupting(HostBackend(schedule))
-    with Engine.open(micro, mode=mode, backend=cast(GpuBackend, quiet), expert_slots=SLOTS) as engine:
-        with engine.new_sequence() as seq:
-            loaded = quiet.calls
-            expected = [engine.decode_step(seq, t) for t in TOKENS]
-            stepped = quiet.calls - loaded
+    quiet = Troubled(HostBackend(schedule), interrupt)
+    with open_on(quiet, micro, mode) as engine, engine.new_sequence() as seq:
+        loaded = quiet.calls
+        expected = [engine.decode_step(seq, t) for t in TOKENS]
+        stepped = quiet.calls - loaded
     for hit_at in tenths(stepped):
         host = HostBackend(schedule)
-        backend = Interrupting(host)
-        engine = Engine.open(micro, mode=mode, backend=cast(GpuBackend, backend), expert_slots=SLOTS)
+        backend = Troubled(host, interrupt)
+        engine = open_on(backend, micro, mode)
         seq = engine.new_sequence()
         backend.hit_at = backend.calls + hit_at
         interrupted = 0
@@ -210,8 +233,10 @@ assert not [m for m in sys.modules if m.split(".")[0] == "cuda"]
 
 def test_forked_child_decodes_on_the_host_backend(micro: Path) -> None:
     """Import initialises nothing and the host backend has nothing that a fork could break. (That a forked child of a
-    process with a CUDA context is told to use spawn belongs to the CUDA backend, which is not built yet.)"""
-    done = subprocess.run([sys.executable, "-c", FORK, str(micro)], capture_output=True, text=True, check=False)
+    process with a CUDA context is told to use spawn belongs to the CUDA backend's tests.)"""
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # Python 3.12 warns of a fork beside other threads
+    command = [sys.executable, "-c", FORK, str(micro)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

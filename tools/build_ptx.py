@@ -68,9 +68,10 @@ class Nvrtc:
         names = (ctypes.c_char_p * len(headers))(*(n.encode() for n in headers))
         texts = (ctypes.c_char_p * len(headers))(*(t.encode() for t in headers.values()))
         text = source.read_bytes()
-        self._ok("create", self._lib.nvrtcCreateProgram(
-            ctypes.byref(program), text, source.name.encode(), len(headers), texts, names
-        ))
+        self._ok(
+            "create",
+            self._lib.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), len(headers), texts, names),
+        )
         try:
             flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             failed = self._lib.nvrtcCompileProgram(program, len(options), flags)
@@ -281,7 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
     if problems:
         return 1
-    print(f"{len(files) - 1} PTX files, {len(entries)} entries, NVRTC {NVRTC_VERSION}: " + ("checked" if args.check else "written"))
+    print(
+        f"{len(files) - 1} PTX files, {len(entries)} entries, NVRTC {NVRTC_VERSION}: "
+        + ("checked" if args.check else "written")
+    )
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_harness import assert_refused, run_cli
+from cli_harness import Result, assert_refused, run_cli
 
 from ds41rt.config import ModelConfig
 from ds41rt.engine import Engine
@@ -75,9 +75,15 @@ def test_too_few_slots_for_one_token(micro: Path, capsys: Capsys) -> None:
     assert_refused(result, 1, "2 expert slots", "top-k is 3")
 
 
-def test_cuda_backend_is_not_built_yet(micro: Path, capsys: Capsys) -> None:
-    result = run_cli(capsys, "decode", micro, "--prompt-ids", "1", "--backend", "cuda")
-    assert_refused(result, 1, "cuda", "not built yet", "--backend host")
+def test_cuda_backend_without_a_gpu(micro: Path) -> None:
+    """In a process of its own, to which the driver shows no device."""
+    golden = Path(__file__).parents[1] / "goldens" / "tiny-a"
+    for command in (["decode", str(micro), "--prompt-ids", "1"], ["verify", str(golden)]):
+        done = subprocess.run(
+            [*COMMAND, *command, "--backend", "cuda"],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert_refused(Result(done.returncode, done.stdout, done.stderr), 1, "backend 'cuda'")
 
 
 @pytest.mark.parametrize(

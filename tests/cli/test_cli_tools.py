@@ -135,10 +135,6 @@ def test_verify_needs_a_golden_directory(tmp_path: Path, capsys: Capsys) -> None
     refused(str(trace), "has no array")
 
 
-def test_verify_refuses_a_backend_that_is_not_built(capsys: Capsys) -> None:
-    assert_refused(run_cli(capsys, "verify", TINY_A, "--backend", "cuda"), 1, "cuda", "not built yet")
-
-
 # ---- demo
 
 

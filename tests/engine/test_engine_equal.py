@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from engine_harness import Checkpoints, Run, check_counters, reference
 
 N_MICRO = 4 * 16

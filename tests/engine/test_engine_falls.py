@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_harness import SCHEDULES, Checkpoints, Pick, Reference, Run, check_counters, reference
 
 from ds41rt.trace import TraceRecorder
-from engine_harness import SCHEDULES, Checkpoints, Pick, Reference, Run, check_counters, reference
 
 ABSENT = -1
 
@@ -156,7 +156,7 @@ def test_a_wrong_table_entry_of_a_resident_expert(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["step-graph", "eager"])
 def test_a_lost_eviction(checkpoint: Checkpoints, mode: str, schedule: str) -> None:
-    """The table still names the slot of an expert that was evicted, so the device sees no miss: a fall without a flag."""
+    """The table still names a slot for an expert that was evicted: the device sees no miss, the host does."""
     ref = reference(checkpoint("micro"))
     with Run(ref, slots=16, mode=mode, schedule=schedule, evict_random_pct=0.0) as run:
         run.steps(3)

@@ -155,9 +155,21 @@ def open_backend(name: str = "auto", *, schedule: str = "lazy") -> tuple[GpuBack
     """
     from ds41rt.cu.host import HostBackend
 
-    if name == "cuda":
-        raise UnsupportedError("backend 'cuda' is not built yet in this version; use --backend host")
-    if name not in ("auto", "host"):
+    if name not in ("auto", "host", "cuda"):
         raise InputError(f"backend {name!r} is unknown; use auto, host or cuda")
-    why = "asked for" if name == "host" else "the CUDA backend is not built yet in this version"
-    return HostBackend(schedule=schedule), why
+    if name == "host":
+        return HostBackend(schedule=schedule), "asked for"
+    if schedule != "lazy":
+        if name == "cuda":
+            raise InputError(f"schedule {schedule!r} is for the host backend; a GPU orders its work itself")
+        return HostBackend(schedule=schedule), f"schedule {schedule!r} was asked for, which a GPU does not have"
+    # imported here, so that the host backend needs no CUDA package
+    from ds41rt.cu.driver import DriverBackend, why_not
+
+    refusal = why_not()
+    if refusal is None:
+        backend = DriverBackend()
+        return backend, f"device 0, {backend.device.name}, can be used"
+    if name == "cuda":
+        raise UnsupportedError(f"backend 'cuda' cannot be used: {refusal}; `ds41rt doctor` says more")
+    return HostBackend(), f"no GPU can be used: {refusal}"

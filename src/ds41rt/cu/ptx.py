@@ -47,8 +47,11 @@ _CUDA: tuple[tuple[tuple[int, int], tuple[int, int], int], ...] = (
 
 _HEADER = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)\s*$.*?^\s*\.target\s+(\w+)", re.MULTILINE | re.DOTALL)
 _TARGET = re.compile(r"sm_(\d+)(\d)([af]?)")
-_ENTRY = re.compile(r"^\s*(?:\.visible\s+)?\.entry\s+(\w+)\s*\(([^)]*)\)", re.MULTILINE)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?(\w+)(\[\d+\])?")
+_ENTRY = re.compile(r"^\s*(?:\.\w+\s+)*\.entry\s+(\w+)\s*\(([^)]*)\)", re.MULTILINE)
+# ".param .u64 x", from newer compilers ".param .u64 .ptr .global .align 1 x", for structs ".param .align 8 .b8 x[16]"
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.[a-z]+\s+)?(?:\.align\s+\d+\s+)?)?\w+(\[\d+\])?"
+)
 _SCALARS = {"u32": "u32", "i32": "u32", "u64": "u64", "f32": "f32"}
 
 Version = tuple[int, int]
@@ -167,8 +170,7 @@ def parse_header(text: str) -> tuple[Version, str]:
 def parse_entries(text: str) -> dict[str, tuple[str, ...]]:
     """Entry name -> PTX types of its parameters, in order; a by-value array or struct shows as `b8[N]`."""
     return {
-        name: tuple(kind + extent for kind, _, extent in _PARAM.findall(params))
-        for name, params in _ENTRY.findall(text)
+        name: tuple(kind + extent for kind, extent in _PARAM.findall(params)) for name, params in _ENTRY.findall(text)
     }
 
 
@@ -218,18 +220,17 @@ def judge(tier: Tier, driver_version: int, capability: Version) -> Verdict:
         text = f"is PTX ISA {_dotted(tier.isa)}, but the driver (CUDA {_dotted(cuda)}) {reads}: install {do}"
         return Verdict(tier.name, False, f"PTX tier {tier.name} {text}")
     target, suffix = _parse_target(tier.target)
-    device = f"the device has {_dotted(capability)}"
+    device = f"this device has {_dotted(capability)}"
     if suffix == "a" and target != capability:
-        text = f"was built for compute capability {_dotted(target)} alone, but {device}: nothing to do, an older tier serves it"
-        return Verdict(tier.name, False, f"PTX tier {tier.name} ({tier.target}) {text}")
-    if suffix == "f" and not (target[0] == capability[0] and target <= capability):
-        text = f"was built for the family of compute capability {_dotted(target)}, but {device}: nothing to do, an older tier serves it"
-        return Verdict(tier.name, False, f"PTX tier {tier.name} ({tier.target}) {text}")
-    if capability < target:
-        text = f"needs compute capability {_dotted(target)} or newer, but {device}: use a newer GPU or an older tier"
-        return Verdict(tier.name, False, f"PTX tier {tier.name} {text}")
-    text = f"PTX ISA {_dotted(tier.isa)} and target {tier.target} fit CUDA {_dotted(cuda)} and compute capability"
-    return Verdict(tier.name, True, f"PTX tier {tier.name}: {text} {_dotted(capability)}")
+        text = f"runs on compute capability {_dotted(target)} alone, {device}: use a tier without the suffix 'a'"
+    elif suffix == "f" and not (target[0] == capability[0] and target <= capability):
+        text = f"runs on the family of compute capability {_dotted(target)} alone, {device}: use a tier without 'f'"
+    elif capability < target:
+        text = f"needs compute capability {_dotted(target)} or newer, {device}: use a newer GPU or an older tier"
+    else:
+        text = f"(PTX ISA {_dotted(tier.isa)}) fits: the driver reads up to {_dotted(isa)}, {device}"
+        return Verdict(tier.name, True, f"PTX tier {tier.name} {text}")
+    return Verdict(tier.name, False, f"PTX tier {tier.name} (target {tier.target}) {text}")
 
 
 def _parse_target(target: str) -> tuple[Version, str]:

@@ -4,6 +4,8 @@ Slot i lies at base + i * slot_nbytes and holds one expert in file order, [w1|w2
 reserved and zeroed: an absent expert's pointers lead there, so that a replay never faults. Knows no residency.
 """
 
+from contextlib import ExitStack
+
 from ds41rt.checkpoint.layout import ExpertLayout
 from ds41rt.cu.backend import GpuBackend, Stream
 from ds41rt.errors import CacheError
@@ -26,13 +28,13 @@ class ExpertArena:
         self.n_slots = n_slots
         self.slot_nbytes = slot_nbytes(layout)
         self._header_nbytes = 4 * header_words(top_k)
-        self._arena = backend.alloc("expert arena", (n_slots + 1) * self.slot_nbytes)
-        try:
+        with ExitStack() as undo:
+            self._arena = backend.alloc("expert arena", (n_slots + 1) * self.slot_nbytes)
+            undo.callback(backend.free, self._arena)
             self._headers = backend.alloc("route headers", SLOT_TABLE_LAYERS * self._header_nbytes)
-        except BaseException:
-            backend.free(self._arena)
-            raise
-        backend.fill(self._arena.ptr, 0, self.slot_nbytes, stream, "expert arena slot 0")
+            undo.callback(backend.free, self._headers)
+            backend.fill(self._arena.ptr, 0, self.slot_nbytes, stream, "expert arena slot 0")
+            undo.pop_all()
 
     @property
     def base(self) -> int:

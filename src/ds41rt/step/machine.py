@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ds41rt.cu.backend import Event, GpuBackend, Stream
-from ds41rt.cu.result import CudaError
+from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import Ds41Error
 from ds41rt.log import Logger
 from ds41rt.moe.header import Fall
@@ -357,6 +357,9 @@ class StepMachine:
             try:
                 destroy()
             except CudaError as error:
+                if error.status is Status.INVALID_HANDLE:
+                    del doomed[at]  # an interrupt came between its destruction and the line below
+                    continue
                 logger.warning("handle not destroyed, kept for another try", what=what, error=str(error))
                 at += 1
             else:

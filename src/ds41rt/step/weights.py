@@ -5,7 +5,7 @@ and the engram tables. One named device buffer a tensor, in the checkpoint's own
 from collections.abc import Callable
 
 from ds41rt.checkpoint.source import ModelSource
-from ds41rt.cu.backend import DeviceBuffer, GpuBackend, Stream
+from ds41rt.cu.backend import DeviceBuffer, GpuBackend, HostBuffer, Stream
 
 _STAGING_NBYTES = 16 << 20
 
@@ -25,6 +25,7 @@ class DeviceWeights:
         tensors = source.resident_tensors()
         total, done = sum(nbytes for _, nbytes in tensors), 0
         staging = backend.alloc_pinned("weight staging", _STAGING_NBYTES)
+        self._staging: HostBuffer | None = staging
         try:
             for name, nbytes in tensors:
                 buf = backend.alloc(name, nbytes)
@@ -37,11 +38,10 @@ class DeviceWeights:
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
+            self._free_staging()
         except BaseException:
             self.close()
             raise
-        finally:
-            backend.free_pinned(staging)
 
     def ptr(self, name: str) -> int:
         return self._buffers[name].ptr
@@ -50,6 +50,12 @@ class DeviceWeights:
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers.values())
 
+    def _free_staging(self) -> None:
+        if self._staging is not None:
+            self._backend.free_pinned(self._staging)
+            self._staging = None  # only now: an interrupted free is tried again by close
+
     def close(self) -> None:
+        self._free_staging()
         while self._buffers:
             self._backend.free(self._buffers.popitem()[1])

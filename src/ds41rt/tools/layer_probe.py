@@ -120,6 +120,7 @@ class LayerProbe:
                 bodies.mask = None if mask.all() else mask
             bodies.source_attention(layer, stream)
             out["index_topk"] = self._rows
+            out["index_scores"] = self._scores(layer, position)
             if "cand_mask" in golden:
                 out["cand_mask"] = np.ones(len(golden["cand_mask"]), bool) if bodies.mask is None else bodies.mask
         else:
@@ -142,6 +143,14 @@ class LayerProbe:
         out["X_out"] = self._streams()
         out["pre_out"] = self._read(buf.pre_prev, (cfg.hc_mult,))
         return out
+
+    def _scores(self, layer: int, position: int) -> NDArray[Any]:
+        """Index scores of every row, computed here because a step that selects everything skips them."""
+        launches, n = self._engine.layers[layer], (position + 1) // self._engine.config.compress_ratios[layer]
+        for launch in (launches.index_q, launches.index_score):
+            if launch is not None:
+                self._backend.launch(launch, self._stream)
+        return self._read(self._engine.buffers.index_scores.ptr, (n,))
 
     def _streams(self) -> NDArray[Any]:
         cfg = self._engine.config

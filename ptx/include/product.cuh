@@ -1,0 +1,127 @@
+// The frame of every matrix kernel: fill the rings, prepare the activations meanwhile, stream the tiles, add the warps'
+// partial sums in warp order, finish a tile.
+//
+// A tile is computed by one block, its K range by fixed warps: the grid decides who computes a tile and when, never what
+// comes out. The block's shared memory is laid out here and sized by kernels/geometry.py, which must agree.
+#pragma once
+
+#include "tile.cuh"
+
+extern __shared__ uint4 shared_memory[];
+
+constexpr u32 NOTHING_LOADED = 0xFFFFFFFFu;
+
+// Dynamic shared memory: rings, their scale bytes, two sets of partial sums, activations, activation scales.
+template <class F>
+struct SharedLayout {
+    static constexpr u32 SCALES = WARPS * RING * SLOT_NBYTES;
+    static constexpr u32 PARTIAL = SCALES + WARPS * RING * F::SCALES_NBYTES;
+    static constexpr u32 VALUES = PARTIAL + 2 * WARPS * ROWS * 4;
+
+    __device__ static __forceinline__ u8* base() { return reinterpret_cast<u8*>(shared_memory); }
+    __device__ static __forceinline__ float* partial() { return reinterpret_cast<float*>(base() + PARTIAL); }
+    __device__ static __forceinline__ Activations activations(u32 steps) {
+        return {base() + VALUES, reinterpret_cast<float*>(base() + VALUES + steps * F::VALUES_NBYTES)};
+    }
+};
+
+// What a kernel multiplies, MATRICES of the same shape at a time (tile n of all of them goes to the same warps' group):
+//   u32 row_nbytes()                            bytes of a matrix row
+//   u32 sets()                                  matrices with activations of their own: block-wide work, one after another
+//   u32 tiles()                                 tiles of a set (and matrix)
+//   Tile tile(u32 set, u32 tile, u32 matrix)
+//   void load(Activations, u32 steps, u32 set)  activations of a set, by the whole block, no barrier needed at the end
+//   void finish(u32 set, u32 tile, u32 lane, float y)   by one warp; lane 16 m + r has row r of matrix m, and lanes from
+//                                                       16 * MATRICES on have nothing that is new
+// Base of such a description, for the usual case.
+template <class Format, u32 N = 1>
+struct Product {
+    using F = Format;
+    static constexpr u32 MATRICES = N;
+    __device__ __forceinline__ u32 sets() const { return 1; }
+};
+
+// What the ring needs to know: the tile of a unit for one warp.
+template <class P>
+struct TilesOfWarp {
+    P product;
+    u32 chunks, tiles, group, matrix;
+
+    __device__ __forceinline__ u32 set(u32 unit) const { return unit / chunks; }
+    __device__ __forceinline__ u32 number(u32 unit) const { return unit % chunks * tiles + group; }
+    __device__ __forceinline__ bool tile(u32 unit, Tile& out) const {
+        u32 n = number(unit);
+        if (n >= product.tiles()) return false;
+        out = product.tile(set(unit), n, matrix);
+        return true;
+    }
+};
+
+// Does the share of block `block` out of `blocks`. All threads of the block call it; `blocks` may be any number.
+template <class P>
+__device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks) {
+    using F = typename P::F;
+    using Layout = SharedLayout<F>;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Split split = split_rows(product.row_nbytes(), P::MATRICES, WARPS / P::MATRICES);
+    u32 team = P::MATRICES << split.parts_log2;  // warps of a tile
+    u32 member = warp & (team - 1), group = warp / team;
+    u32 chunks = (product.tiles() + split.tiles - 1) / split.tiles;
+    Units units = units_of_block(product.sets() * chunks, block, blocks);
+    if (units.begin == units.end) return;
+
+    TilesOfWarp<P> source{product, chunks, split.tiles, group, member >> split.parts_log2};
+    u32 slots = shared_address(Layout::base()) + warp * (RING * SLOT_NBYTES);
+    u32 scales = shared_address(Layout::base() + Layout::SCALES) + warp * (RING * F::SCALES_NBYTES);
+    Ring<F, TilesOfWarp<P>> ring;
+    ring.start(source, split, member & (split.parts - 1), units, slots, scales);
+
+    F format;
+    format.init();
+    Activations x = Layout::activations(split.steps);
+    float* partial = Layout::partial();
+    u32 loaded = NOTHING_LOADED;
+    for (u32 unit = units.begin; unit < units.end; unit++) {
+        u32 set = source.set(unit), number = source.number(unit);
+        if (set != loaded) {
+            if (loaded != NOTHING_LOADED) __syncthreads();
+            product.load(x, split.steps, set);
+            __syncthreads();
+            loaded = set;
+        }
+        if (number >= product.tiles()) continue;
+
+        float acc[4] = {};
+        for (u32 step = ring.first_step(); step < ring.last_step(); step++) {
+            ring.acquire();
+            format.step(acc, ring.slot(), ring.scales(), x, step);
+            ring.release();
+        }
+
+        float low = acc[0] + acc[1], high = acc[2] + acc[3];
+        low += __shfl_xor_sync(FULL_WARP, low, 1);
+        high += __shfl_xor_sync(FULL_WARP, high, 1);
+        low += __shfl_xor_sync(FULL_WARP, low, 2);
+        high += __shfl_xor_sync(FULL_WARP, high, 2);
+        if (lane_in_group() == 0) {
+            partial[warp * ROWS + lane_group()] = low;
+            partial[warp * ROWS + lane_group() + 8] = high;
+        }
+        // One meeting a tile is enough: the other set of sums is written next, and whoever finishes this tile comes to
+        // the next meeting only afterwards. The warps of a team take turns.
+        if (team == 1) {
+            __syncwarp();
+        } else {
+            named_barrier(1 + group, 32 * team);
+        }
+        if (member == ((unit - units.begin) & (team - 1))) {
+            u32 matrix = lane / ROWS % P::MATRICES;
+            const float* sums = partial + ((group * P::MATRICES + matrix) << split.parts_log2) * ROWS + lane % ROWS;
+            float y = sums[0];
+            for (u32 i = 1; i < split.parts; i++) y += sums[i * ROWS];
+            product.finish(set, number, lane, y);
+        }
+        partial = Layout::partial() + (partial == Layout::partial() ? WARPS * ROWS : 0);
+    }
+    wait_copies<0>();
+}

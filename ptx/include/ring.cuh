@@ -1,0 +1,160 @@
+// The stream of weights: every warp copies its own share of its tiles into a ring of its own and reads it back.
+//
+// A step is 16 rows x 128 bytes. With g = lane / 4 and t = lane % 4 a lane copies, of rows g and g+8, the 16-byte chunks
+// t and t+4: exactly the bytes that it feeds to the tensor core later. So no barrier guards the weights, only the scale
+// bytes (copied by some lanes, read by others) need the warp to agree. Copies run RING steps ahead and across tiles.
+#pragma once
+
+#include "formats.cuh"
+#include "mma.cuh"
+
+constexpr u32 WARPS = 8;
+constexpr u32 BLOCK = 32 * WARPS;
+constexpr u32 RING = 4;
+constexpr u32 ROWS = 16;
+constexpr u32 STEP_NBYTES = 128;
+constexpr u32 CHUNKS_NBYTES = 32 * 16;  // one chunk of every lane
+constexpr u32 SLOT_NBYTES = 4 * CHUNKS_NBYTES;
+
+// Sixteen rows of a matrix: row numbers `first` and up; those from `end` on do not exist.
+struct Tile {
+    const u8* weight;
+    const u8* scale;
+    u32 first, end;
+};
+
+// How a product is shared out, by its shape alone: the K range of a tile goes to `parts` warps in equal runs of steps,
+// a unit of work is what the block's warps do side by side, `tiles` tiles of MATRICES matrices.
+struct Split {
+    u32 row_nbytes, steps, parts_log2, parts, tiles;
+};
+
+// A power of two, at most `most`, that leaves little idle: fewer parts where the last steps of a run would be few.
+__device__ __forceinline__ Split split_rows(u32 row_nbytes, u32 matrices, u32 most) {
+    Split s;
+    s.row_nbytes = row_nbytes;
+    s.steps = (row_nbytes + STEP_NBYTES - 1) / STEP_NBYTES;
+    s.parts_log2 = 0;
+    while ((2u << s.parts_log2) <= most) s.parts_log2++;
+    for (; s.parts_log2 > 0; s.parts_log2--) {
+        u32 parts = 1u << s.parts_log2;
+        if (((0u - s.steps) & (parts - 1)) * 8 <= s.steps) break;
+    }
+    s.parts = 1u << s.parts_log2;
+    s.tiles = WARPS / matrices >> s.parts_log2;
+    return s;
+}
+
+// The consecutive units of work that a block does.
+struct Units {
+    u32 begin, end;
+};
+
+__device__ __forceinline__ Units units_of_block(u32 units, u32 block, u32 blocks) {
+    u32 each = units / blocks, extra = units % blocks;
+    u32 begin = block * each + (block < extra ? block : extra);
+    return {begin, begin + each + (block < extra ? 1u : 0u)};
+}
+
+// One warp's ring. F is the format (tile.cuh); `Source` gives a unit's tile: `bool tile(u32 unit, Tile&)`, false where
+// this warp has none.
+template <class F, class Source>
+class Ring {
+  public:
+    // `slots` and `scales`: this warp's shared memory. Begins the first RING copies.
+    __device__ __forceinline__ void start(const Source& source, Split split, u32 part, Units units, u32 slots, u32 scales) {
+        source_ = source;
+        row_nbytes_ = split.row_nbytes;
+        whole_ = split.row_nbytes % STEP_NBYTES == 0;
+        first_step_ = part * split.steps >> split.parts_log2;
+        last_step_ = (part + 1) * split.steps >> split.parts_log2;
+        unit_ = units.begin;
+        end_ = units.end;
+        slots_ = slots;
+        scales_ = scales;
+        fill_ = 0;
+        drain_ = 0;
+        open_tile();
+#pragma unroll
+        for (u32 i = 0; i < RING; i++) fetch();
+    }
+
+    // Waits for the oldest step. Its slot and scale bytes may be read until `release`.
+    __device__ __forceinline__ void acquire() {
+        wait_copies<RING - 1>();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ u32 slot() const { return slots_ + drain_ * SLOT_NBYTES; }
+    __device__ __forceinline__ u32 scales() const { return scales_ + drain_ * F::SCALES_NBYTES; }
+
+    // Gives the oldest slot to the next copy. Everything read from it must be in registers.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        drain_ = (drain_ + 1) % RING;
+        fetch();
+    }
+
+    __device__ __forceinline__ u32 first_step() const { return first_step_; }
+    __device__ __forceinline__ u32 last_step() const { return last_step_; }
+
+  private:
+    // Finds the next unit in which this warp has a tile and points at its first step.
+    __device__ __forceinline__ void open_tile() {
+        Tile tile;
+        while (unit_ < end_ && !source_.tile(unit_, tile)) unit_++;
+        if (unit_ >= end_) return;
+        u32 lane = threadIdx.x % 32, offset = first_step_ * STEP_NBYTES + lane % 4 * 16;
+        u32 low = tile.first + lane / 4, high = low + ROWS / 2;
+        // Rows past the end are copied from the last one and their results dropped.
+        low = low < tile.end ? low : tile.end - 1;
+        high = high < tile.end ? high : tile.end - 1;
+        low_ = tile.weight + static_cast<u64>(low) * row_nbytes_ + offset;
+        high_ = tile.weight + static_cast<u64>(high) * row_nbytes_ + offset;
+        scale_ = F::scale_pointer(tile, row_nbytes_, first_step_);
+        step_ = first_step_;
+    }
+
+    __device__ __forceinline__ void fetch() {
+        if (unit_ < end_) {
+            u32 to = slots_ + fill_ * SLOT_NBYTES + threadIdx.x % 32 * 16;
+            u32 scales_to = scales_ + fill_ * F::SCALES_NBYTES;
+            if (whole_) {
+                copy16(to, low_);
+                copy16(to + CHUNKS_NBYTES, low_ + 64);
+                copy16(to + 2 * CHUNKS_NBYTES, high_);
+                copy16(to + 3 * CHUNKS_NBYTES, high_ + 64);
+                F::copy_scales(scales_to, scale_);
+            } else {
+                u32 at = step_ * STEP_NBYTES + threadIdx.x % 4 * 16;
+                copy_padded(to, low_, at);
+                copy_padded(to + CHUNKS_NBYTES, low_ + 64, at + 64);
+                copy_padded(to + 2 * CHUNKS_NBYTES, high_, at);
+                copy_padded(to + 3 * CHUNKS_NBYTES, high_ + 64, at + 64);
+                F::store_scales(scales_to, scale_, step_, row_nbytes_);
+            }
+            low_ += STEP_NBYTES;
+            high_ += STEP_NBYTES;
+            scale_ += F::SCALES_A_ROW;
+            if (++step_ == last_step_) {
+                unit_++;
+                open_tile();
+            }
+        }
+        close_copies();
+        fill_ = (fill_ + 1) % RING;
+    }
+
+    // Rows are multiples of 16 bytes: a chunk lies inside its row or outside.
+    __device__ __forceinline__ void copy_padded(u32 to, const u8* from, u32 at) const {
+        bool inside = at < row_nbytes_;
+        copy16_padded(to, inside ? from : from - at % STEP_NBYTES, inside ? 16u : 0u);
+    }
+
+    Source source_;
+    const u8 *low_, *high_, *scale_;
+    u32 row_nbytes_, first_step_, last_step_, step_;
+    u32 unit_, end_;
+    u32 slots_, scales_, fill_, drain_;
+    bool whole_;
+};

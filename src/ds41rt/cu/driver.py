@@ -1,0 +1,591 @@
+"""`GpuBackend` on a real GPU, through the CUDA driver API. The only file that imports `cuda.bindings`.
+
+Handles outside of this file are the driver's own, as ints. One thread at a time uses a backend; the device's primary
+context is made current in whichever thread calls. Nothing here knows layers, experts or settings, and nothing calls the
+driver from a finaliser: `close` does the work.
+"""
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds41rt.cu import ptx
+from ds41rt.cu.backend import CaptureStatus, DeviceBuffer, Event, Graph, GraphExec, HostBuffer, Stream
+from ds41rt.cu.driver_errors import CAPTURE_CODES, HINTS, LOST, DriverLog, driver_text, to_status
+from ds41rt.cu.driver_kernels import DriverLaunch, Kernels
+from ds41rt.cu.driver_state import CaptureState, EventState, GraphState, PinnedMemory, StreamState, gc_pause
+from ds41rt.cu.graphinfo import GraphInfo, describe
+from ds41rt.cu.kernel import KernelLaunch, KernelSpec
+from ds41rt.cu.probe import DeviceInfo, GpuState, Probe, check_fork, probe_driver
+from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
+from ds41rt.errors import InputError, UnsupportedError
+
+_STREAM_NON_BLOCKING = 1
+_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
+_HOST_ALLOC_PORTABLE_MAPPED = 1 | 2
+
+
+class _Bound(threading.local):
+    """Which backend's context is current in this thread, by its key."""
+
+    key = 0
+
+
+_bound = _Bound()
+_keys = itertools.count(1)
+
+
+def _unbind_child() -> None:
+    _bound.key = 0
+
+
+# So that a forked child fails at its first call with our sentence instead of anything else.
+os.register_at_fork(after_in_child=_unbind_child)
+
+
+def probe() -> Probe:
+    """Whether there is a GPU, as a typed answer. Raises `UnsupportedError` in a forked child (use 'spawn')."""
+    try:
+        cu = _bindings()
+    except ImportError as e:
+        return Probe(GpuState.NO_BINDINGS, str(e))
+    return probe_driver(cu)
+
+
+def why_not(ordinal: int = 0) -> str | None:
+    """One sentence that says why device `ordinal` cannot be used with the PTX files we have; None if it can."""
+    found = probe()
+    if found.state is not GpuState.READY:
+        return str(found)
+    try:
+        _preflight(found, ordinal, None)
+    except (InputError, UnsupportedError) as e:
+        return str(e)
+    return None
+
+
+def _bindings() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _preflight(found: Probe, ordinal: int, ptx_folder: Path | None) -> tuple[DeviceInfo, ptx.Selection]:
+    """The device and the PTX modules for it, before anything is loaded."""
+    if found.state is not GpuState.READY:
+        raise UnsupportedError(f"no GPU can be used: {found}; `ds41rt doctor` says more, --backend host needs none")
+    if not 0 <= ordinal < len(found.devices):
+        raise InputError(f"device {ordinal} does not exist; the driver lists {len(found.devices)}, counted from 0")
+    device = found.devices[ordinal]
+    return device, ptx.choose(ptx.load_manifest(ptx_folder), found.driver_version, device.capability)
+
+
+class DriverBackend:
+    """Device `ordinal` through its primary context.
+
+    `bindings` takes the place of `cuda.bindings.driver`, `ptx_folder` that of the installed PTX files. Raises
+    `UnsupportedError` when there is no usable GPU, driver or PTX (the message says what to do), `InputError` for a
+    device that does not exist and `CudaError` when the context cannot be made.
+
+    After an error that loses the context every call fails with that first error until `close`. Memory views of pinned
+    buffers are dead after `free_pinned` or `close`: do not touch them then.
+    """
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int = 0, *, bindings: Any = None, ptx_folder: Path | None = None) -> None:
+        if bindings is None:
+            try:
+                bindings = _bindings()
+            except ImportError as e:
+                raise UnsupportedError(f"{GpuState.NO_BINDINGS.value}: {e}; pip install cuda-bindings") from e
+        self._cu = cu = bindings
+        self._pid = os.getpid()
+        found = probe_driver(cu)
+        self.driver_version = found.driver_version
+        self.device, self.ptx = _preflight(found, ordinal, ptx_folder)
+        self._log = DriverLog(cu)
+        # The first error that lost the context. `_key` is 0 from then on, so that every call takes the slow path.
+        self._down: CudaError | None = None
+        self._closed = False
+        self._key = 0
+        self._buffers: dict[int, DeviceBuffer | HostBuffer] = {}
+        self._streams: dict[int, StreamState] = {}
+        self._events: dict[int, EventState] = {}
+        self._graphs: dict[int, GraphState] = {}
+        self._execs: dict[int, GraphState] = {}
+        self._captures: list[CaptureState] = []
+        self._kernels = Kernels(cu, self._call, self.device, self.ptx)
+        self._relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._raw_device = self._setup("cuDeviceGet", ordinal)
+        self._context = self._setup("cuDevicePrimaryCtxRetain", self._raw_device)
+        (code,) = cu.cuCtxSetCurrent(self._context)
+        if code:
+            cu.cuDevicePrimaryCtxRelease(self._raw_device)
+            raise self._setup_error("cuCtxSetCurrent", code)
+        self._key = _bound.key = next(_keys)
+
+    def _setup(self, call: str, *args: Any) -> Any:
+        code, value = getattr(self._cu, call)(*args)
+        if code:
+            raise self._setup_error(call, code)
+        return value
+
+    def _setup_error(self, call: str, code: Any) -> CudaError:
+        text = f"device {self.device.ordinal} ({self.device.name}): {driver_text(self._cu, code)}"
+        return CudaError(to_status(code), call, self._with_log(text))
+
+    # Memory
+
+    def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
+        ptr = self._allocate("cuMemAlloc", "device", name, nbytes)
+        buf = DeviceBuffer(name, int(ptr), nbytes)
+        self._buffers[buf.ptr] = buf
+        return buf
+
+    def free(self, buf: DeviceBuffer) -> None:
+        self._free("cuMemFree", buf)
+
+    def alloc_pinned(self, name: str, nbytes: int) -> HostBuffer:
+        ptr = int(self._allocate("cuMemHostAlloc", "pinned", name, nbytes, _HOST_ALLOC_PORTABLE_MAPPED))
+        code, device_ptr = self._cu.cuMemHostGetDevicePointer(ptr, 0)
+        if code:
+            self._cu.cuMemFreeHost(ptr)
+            raise self._fail("cuMemHostGetDevicePointer", code, f"pinned buffer {name!r}")
+        buf = HostBuffer(name, ptr, nbytes, np.asarray(PinnedMemory(ptr, nbytes)), True, int(device_ptr))
+        self._buffers[ptr] = buf
+        return buf
+
+    def free_pinned(self, buf: HostBuffer) -> None:
+        self._free("cuMemFreeHost", buf)
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def ledger(self) -> tuple[DeviceBuffer | HostBuffer, ...]:
+        return tuple(self._buffers.values())
+
+    def live(self) -> dict[str, int]:
+        """How many objects of each kind exist; all zero after `close`. For leak checks."""
+        return {
+            "buffers": len(self._buffers),
+            "streams": len(self._streams),
+            "events": len(self._events),
+            "graphs": len(self._graphs),
+            "graph_execs": len(self._execs),
+            "captures": len(self._captures),
+        }
+
+    # Streams and events
+
+    def create_stream(self, name: str) -> Stream:
+        (raw,) = self._call("cuStreamCreate", _STREAM_NON_BLOCKING, detail=f"stream {name!r}")
+        self._streams[int(raw)] = StreamState(name, raw)
+        return Stream(int(raw))
+
+    def destroy_stream(self, stream: Stream) -> None:
+        state = self._stream("cuStreamDestroy", stream)
+        self._call("cuStreamDestroy", state.raw, stream=state)
+        del self._streams[stream]
+        if state.capture is not None:
+            state.capture.streams.remove(state)
+            if not state.capture.streams:
+                self._forget_capture(state.capture)
+
+    def synchronize(self, stream: Stream) -> None:
+        state = self._stream("cuStreamSynchronize", stream)
+        (code,) = self._cu.cuStreamSynchronize(state.raw)
+        if code:
+            raise self._fail("cuStreamSynchronize", code, "", state)
+        if state.pageable:
+            state.pageable.clear()
+
+    def create_event(self, name: str) -> Event:
+        return self._create_event(name, _EVENT_DISABLE_TIMING)
+
+    def create_timing_event(self, name: str) -> Event:
+        """An event that `elapsed_us` can read. Not part of the protocol: for benchmarks."""
+        return self._create_event(name, _EVENT_DEFAULT)
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """Microseconds on the device between two timing events that have completed. Not part of the protocol."""
+        first, last = self._event("cuEventElapsedTime", start), self._event("cuEventElapsedTime", end)
+        detail = f"events {first.name!r} and {last.name!r}"
+        (milliseconds,) = self._call("cuEventElapsedTime", first.raw, last.raw, detail=detail)
+        return 1000.0 * float(milliseconds)
+
+    def destroy_event(self, event: Event) -> None:
+        state = self._event("cuEventDestroy", event)
+        self._call("cuEventDestroy", state.raw, detail=f"event {state.name!r}")
+        del self._events[event]
+
+    def record(self, event: Event, stream: Stream) -> None:
+        state = self._stream("cuEventRecord", stream)
+        point = self._event("cuEventRecord", event)
+        (code,) = self._cu.cuEventRecord(point.raw, state.raw)
+        if code:
+            raise self._fail("cuEventRecord", code, f"event {point.name!r}", state)
+        point.capture = state.capture
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        state = self._stream("cuStreamWaitEvent", stream)
+        point = self._event("cuStreamWaitEvent", event)
+        (code,) = self._cu.cuStreamWaitEvent(state.raw, point.raw, 0)
+        if code:
+            raise self._fail("cuStreamWaitEvent", code, f"waits for event {point.name!r}", state)
+        if point.capture is not None and state.capture is None and point.capture in self._captures:
+            state.capture = point.capture
+            point.capture.streams.append(state)
+
+    def query_event(self, event: Event) -> bool:
+        point = self._event("cuEventQuery", event)
+        (code,) = self._cu.cuEventQuery(point.raw)
+        if code and int(code) != Status.NOT_READY:
+            raise self._fail("cuEventQuery", code, f"event {point.name!r}")
+        return not code
+
+    def synchronize_event(self, event: Event) -> None:
+        point = self._event("cuEventSynchronize", event)
+        (code,) = self._cu.cuEventSynchronize(point.raw)
+        if code:
+            raise self._fail("cuEventSynchronize", code, f"event {point.name!r}")
+
+    # Work
+
+    def copy_h2d(
+        self, dst: int, src: HostBuffer, nbytes: int, stream: Stream, src_off: int = 0, label: str = ""
+    ) -> None:
+        call = "cuMemcpyHtoDAsync"
+        state = self._stream(call, stream)
+        self._check_host(call, label, src, src_off, nbytes, state)
+        (code,) = self._cu.cuMemcpyHtoDAsync(dst, src.ptr + src_off, nbytes, state.raw)
+        if code:
+            raise self._fail(call, code, f"copy {label!r} from {src.name!r}", state)
+
+    def copy_d2h(
+        self, dst: HostBuffer, src: int, nbytes: int, stream: Stream, dst_off: int = 0, label: str = ""
+    ) -> None:
+        call = "cuMemcpyDtoHAsync"
+        state = self._stream(call, stream)
+        self._check_host(call, label, dst, dst_off, nbytes, state)
+        if not dst.array.flags.writeable:
+            raise CudaError(Status.INVALID_VALUE, call, f"copy {label!r}: host buffer {dst.name!r} is read-only")
+        (code,) = self._cu.cuMemcpyDtoHAsync(dst.ptr + dst_off, src, nbytes, state.raw)
+        if code:
+            raise self._fail(call, code, f"copy {label!r} to {dst.name!r}", state)
+
+    def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream, label: str = "") -> None:
+        call = "cuMemcpyDtoDAsync"
+        state = self._stream(call, stream)
+        if nbytes < 0:
+            raise CudaError(Status.INVALID_VALUE, call, f"copy {label!r}: {nbytes} bytes")
+        (code,) = self._cu.cuMemcpyDtoDAsync(dst, src, nbytes, state.raw)
+        if code:
+            raise self._fail(call, code, f"copy {label!r}", state)
+
+    def fill(self, dst: int, byte: int, nbytes: int, stream: Stream, label: str = "") -> None:
+        call = "cuMemsetD8Async"
+        state = self._stream(call, stream)
+        if nbytes < 0:
+            raise CudaError(Status.INVALID_VALUE, call, f"fill {label!r}: {nbytes} bytes")
+        if not 0 <= byte <= 255:
+            raise CudaError(Status.INVALID_VALUE, call, f"fill {label!r}: byte must be in 0..255, is {byte}")
+        (code,) = self._cu.cuMemsetD8Async(dst, byte, nbytes, state.raw)
+        if code:
+            raise self._fail(call, code, f"fill {label!r}", state)
+
+    def prepare(self, spec: KernelSpec, args: Mapping[str, int | float], label: str) -> KernelLaunch:
+        """As the protocol says. Raises TypeError or ValueError for wrong arguments, and `UnsupportedError` for a kernel
+        that has no device version or whose launch does not fit this device."""
+        self._enter("cuModuleGetFunction")
+        return self._kernels.prepare(spec, args, label, capturing=bool(self._captures))
+
+    def launch(self, launch: KernelLaunch, stream: Stream) -> None:
+        state = self._stream("cuLaunchKernel", stream)
+        if not isinstance(launch, DriverLaunch) or launch.owner is not self._kernels:
+            raise CudaError(Status.INVALID_VALUE, "cuLaunchKernel", f"{launch!r} was not prepared by this backend")
+        (code,) = launch.start(state.raw, launch.params, 0)
+        if code:
+            raise self._fail("cuLaunchKernel", code, f"kernel {launch.label!r} ({launch.spec.name})", state)
+
+    # Capture and graphs
+
+    def begin_capture(self, stream: Stream) -> None:
+        call = "cuStreamBeginCapture"
+        state = self._stream(call, stream)
+        if state.capture is not None:
+            detail = f"already takes part in the capture that stream {state.capture.streams[0].name!r} began"
+            raise CudaError(Status.ILLEGAL_STATE, call, f"stream {state.name!r} {detail}")
+        gc_pause.begin()
+        try:
+            self._call(call, state.raw, self._relaxed, stream=state)
+        except BaseException:
+            gc_pause.end()
+            raise
+        state.capture = CaptureState(state)
+        self._captures.append(state.capture)
+
+    def capture_status(self, stream: Stream) -> CaptureStatus:
+        return self._status(self._stream("cuStreamIsCapturing", stream))
+
+    def end_capture(self, stream: Stream) -> Graph:
+        call = "cuStreamEndCapture"
+        state = self._stream(call, stream)
+        capture = state.capture
+        code, raw = self._cu.cuStreamEndCapture(state.raw)
+        if code:
+            error = self._fail(call, code, "is not capturing" if capture is None else "", state)
+            # An end that failed has ended the capture all the same, except on the wrong stream (903): ask.
+            if capture is not None and self._key and self._status(state) is CaptureStatus.NONE:
+                self._forget_capture(capture)
+            raise error
+        keep: tuple[HostBuffer, ...] = ()
+        if capture is not None:
+            keep = tuple(capture.keep)
+            self._forget_capture(capture)
+        self._graphs[int(raw)] = GraphState(raw, keep)
+        return Graph(int(raw))
+
+    def abort_capture(self, stream: Stream) -> None:
+        # Status first, then at most one end: ending what is not capturing, or twice, is an error of its own.
+        state = self._stream("cuStreamIsCapturing", stream)
+        self._abort(state)
+
+    def instantiate(self, graph: Graph) -> GraphExec:
+        self._enter("cuGraphInstantiate")
+        found = self._graphs.get(graph)
+        if found is None:
+            raise self._bad_handle("cuGraphInstantiate", "graph", graph)
+        (raw,) = self._call("cuGraphInstantiate", found.raw, 0, detail=f"graph {graph:#x}")
+        self._execs[int(raw)] = GraphState(raw, found.keep)
+        return GraphExec(int(raw))
+
+    def launch_graph(self, graph_exec: GraphExec, stream: Stream) -> None:
+        state = self._stream("cuGraphLaunch", stream)
+        try:
+            found = self._execs[graph_exec]
+        except KeyError:
+            raise self._bad_handle("cuGraphLaunch", "executable graph", graph_exec) from None
+        (code,) = self._cu.cuGraphLaunch(found.raw, state.raw)
+        if code:
+            raise self._fail("cuGraphLaunch", code, f"executable graph {graph_exec:#x}", state)
+
+    def destroy_graph(self, graph: Graph) -> None:
+        self._destroy_graph("cuGraphDestroy", "graph", self._graphs, graph)
+
+    def destroy_exec(self, graph_exec: GraphExec) -> None:
+        self._destroy_graph("cuGraphExecDestroy", "executable graph", self._execs, graph_exec)
+
+    def describe_graph(self, graph: Graph) -> GraphInfo:
+        """Nodes, edges and baked addresses of a captured graph. Not part of the protocol: for tools and tests."""
+        self._enter("cuGraphGetNodes")
+        found = self._graphs.get(graph)
+        if found is None:
+            raise self._bad_handle("cuGraphGetNodes", "graph", graph)
+        return describe(self._cu, self._call, found.raw)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._key = 0
+        cu = self._cu
+        if os.getpid() == self._pid:
+            cu.cuCtxSetCurrent(self._context)
+            self._release_all()
+            cu.cuDevicePrimaryCtxRelease(self._raw_device)
+            # Somebody else may hold the same context; if nobody does, it is gone and must not stay current.
+            code, _, active = cu.cuDevicePrimaryCtxGetState(self._raw_device)
+            if not code and not active:
+                cu.cuCtxSetCurrent(None)
+        for capture in self._captures[:]:
+            self._forget_capture(capture)
+        for table in (self._execs, self._graphs, self._events, self._streams, self._buffers):
+            table.clear()
+        self._kernels.clear()
+
+    def _release_all(self) -> None:
+        """Give everything back to the driver, as far as it takes it: after a lost context it refuses all of this."""
+        cu = self._cu
+        for capture in self._captures:
+            code, raw = cu.cuStreamEndCapture(capture.streams[0].raw)
+            if not code:
+                cu.cuGraphDestroy(raw)
+        cu.cuCtxSynchronize()
+        for graph_exec in self._execs.values():
+            cu.cuGraphExecDestroy(graph_exec.raw)
+        for graph in self._graphs.values():
+            cu.cuGraphDestroy(graph.raw)
+        for event in self._events.values():
+            cu.cuEventDestroy(event.raw)
+        for stream in self._streams.values():
+            cu.cuStreamDestroy(stream.raw)
+        for module in self._kernels.modules.values():
+            cu.cuModuleUnload(module)
+        for buf in reversed(list(self._buffers.values())):
+            if isinstance(buf, HostBuffer):
+                cu.cuMemFreeHost(buf.ptr)
+            else:
+                cu.cuMemFree(buf.ptr)
+
+    # Common to all calls
+
+    def _enter(self, call: str) -> None:
+        """Every call but `close` and the leak helpers passes here first."""
+        if _bound.key != self._key:
+            self._bind(call)
+
+    def _bind(self, call: str) -> None:
+        """The slow path: refuse a backend that is closed, lost or in a forked child; else make its context current."""
+        if self._closed:
+            raise CudaError(Status.DEINITIALIZED, call, "the backend was closed")
+        check_fork()
+        if self._down is not None:
+            raise CudaError(self._down.status, call, f"an earlier error lost the context: {self._down}")
+        (code,) = self._cu.cuCtxSetCurrent(self._context)
+        if code:
+            raise self._fail("cuCtxSetCurrent", code, f"before {call}")
+        _bound.key = self._key
+
+    def _call(self, call: str, *args: Any, detail: str = "", stream: StreamState | None = None) -> tuple[Any, ...]:
+        """Enter and make one driver call; what it returned after the status."""
+        self._enter(call)
+        code, *values = getattr(self._cu, call)(*args)
+        if code:
+            raise self._fail(call, code, detail, stream)
+        return tuple(values)
+
+    def _fail(self, call: str, code: Any, detail: str, stream: StreamState | None = None) -> CudaError:
+        """The error for a status: which object, what it means, the capture's first failure, the driver's log lines."""
+        status = to_status(code)
+        parts = [f"stream {stream.name!r} {detail}".rstrip() if stream is not None else detail]
+        if int(code) != status or status is Status.UNKNOWN:
+            parts.append(f"the driver says {driver_text(self._cu, code)}")
+        capture = stream.capture if stream is not None else None
+        if capture is not None and capture.failure and status is Status.STREAM_CAPTURE_INVALIDATED:
+            parts.append(f"the capture was invalidated by {capture.failure}")
+        elif status in HINTS:
+            parts.append(HINTS[status])
+        if status is Status.OUT_OF_MEMORY:
+            unknown, free, total = self._cu.cuMemGetInfo()
+            parts.append("" if unknown else f"{free} bytes of device memory are free of {total}")
+        text = self._with_log("; ".join(p for p in parts if p))
+        error = OutOfDeviceMemory(call, text) if status is Status.OUT_OF_MEMORY else CudaError(status, call, text)
+        if int(code) in LOST:
+            self._down = error
+            self._key = 0
+        else:
+            self._blame(error)
+        return error
+
+    def _with_log(self, text: str) -> str:
+        news = self._log.news()
+        return f"{text}; driver log: {news}" if news else text
+
+    def _blame(self, error: CudaError) -> None:
+        """Keep the first error of every open capture that is invalid now: all later ones only say 901."""
+        for capture in self._captures:
+            if not capture.failure:
+                code, status = self._cu.cuStreamIsCapturing(capture.streams[0].raw)
+                if not code and int(status) == CaptureStatus.INVALIDATED:
+                    capture.failure = f"{error} (called at {_caller()})"
+
+    def _allocate(self, call: str, kind: str, name: str, nbytes: int, *flags: int) -> Any:
+        self._enter(call)
+        if nbytes < 1:
+            raise CudaError(Status.INVALID_VALUE, call, f"buffer {name!r} of {nbytes} bytes; ask for at least 1")
+        (ptr,) = self._call(call, nbytes, *flags, detail=f"{kind} buffer {name!r} needs {nbytes} bytes")
+        return ptr
+
+    def _free(self, call: str, buf: DeviceBuffer | HostBuffer) -> None:
+        self._enter(call)
+        if self._buffers.get(buf.ptr) != buf:
+            why = "was not allocated by this backend, or was freed already"
+            raise CudaError(Status.INVALID_VALUE, call, f"buffer {buf.name!r} ({buf.ptr:#x}) {why}")
+        self._call(call, buf.ptr, detail=f"buffer {buf.name!r}")
+        del self._buffers[buf.ptr]
+
+    def _create_event(self, name: str, flags: int) -> Event:
+        (raw,) = self._call("cuEventCreate", flags, detail=f"event {name!r}")
+        self._events[int(raw)] = EventState(name, raw)
+        return Event(int(raw))
+
+    def _stream(self, call: str, stream: Stream) -> StreamState:
+        if _bound.key != self._key:
+            self._bind(call)
+        try:
+            return self._streams[stream]
+        except KeyError:
+            raise self._bad_handle(call, "stream", stream) from None
+
+    def _event(self, call: str, event: Event) -> EventState:
+        if _bound.key != self._key:
+            self._bind(call)
+        try:
+            return self._events[event]
+        except KeyError:
+            raise self._bad_handle(call, "event", event) from None
+
+    @staticmethod
+    def _bad_handle(call: str, kind: str, handle: int) -> CudaError:
+        return CudaError(Status.INVALID_HANDLE, call, f"{kind} {handle:#x} was destroyed, or never created here")
+
+    def _check_host(self, call: str, label: str, buf: HostBuffer, off: int, nbytes: int, stream: StreamState) -> None:
+        """Refuse a copy that leaves its host buffer, and keep the buffer alive while the driver may need it."""
+        if nbytes < 0 or off < 0 or off + nbytes > buf.nbytes:
+            detail = f"copy {label!r}: {nbytes} bytes at {off} do not fit host buffer {buf.name!r} of {buf.nbytes}"
+            raise CudaError(Status.INVALID_VALUE, call, detail)
+        if buf.pinned and self._buffers.get(buf.ptr) is not buf:
+            detail = f"copy {label!r}: pinned buffer {buf.name!r} is not allocated by this backend (or was freed)"
+            raise CudaError(Status.INVALID_VALUE, call, detail)
+        if stream.capture is not None:
+            stream.capture.keep.append(buf)
+        elif not buf.pinned:
+            stream.pageable.append(buf)
+
+    def _status(self, stream: StreamState) -> CaptureStatus:
+        (status,) = self._call("cuStreamIsCapturing", stream.raw, stream=stream)
+        return CaptureStatus(int(status))
+
+    def _abort(self, stream: StreamState) -> None:
+        capture = stream.capture
+        status = self._status(stream)
+        if status is not CaptureStatus.NONE:
+            origin = stream if capture is None else capture.streams[0]
+            code, raw = self._cu.cuStreamEndCapture(origin.raw)
+            if not code:
+                self._call("cuGraphDestroy", raw, detail="of an aborted capture")
+            elif int(code) not in CAPTURE_CODES:
+                raise self._fail("cuStreamEndCapture", code, "aborted", origin)
+        if capture is not None:
+            self._forget_capture(capture)
+
+    def _forget_capture(self, capture: CaptureState) -> None:
+        """The capture has ended: its streams are free, and an event recorded in it can no longer be joined."""
+        for stream in capture.streams:
+            stream.capture = None
+        self._captures.remove(capture)
+        gc_pause.end()
+
+    def _destroy_graph(self, call: str, kind: str, table: dict[int, GraphState], handle: int) -> None:
+        self._enter(call)
+        found = table.get(handle)
+        if found is None:
+            raise self._bad_handle(call, kind, handle)
+        self._call(call, found.raw, detail=f"{kind} {handle:#x}")
+        del table[handle]
+
+
+def _caller() -> str:
+    """File and line of the call into this backend: the innermost frame outside of this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,98 @@
+"""Run in a process of its own on the stub driver: one round through `DriverBackend` with the real bindings."""
+
+import numpy as np
+
+from ds41rt.cu.backend import HostBuffer
+from ds41rt.cu.driver import DriverBackend, probe
+from ds41rt.cu.graphinfo import CopyNode, FillNode, KernelNode
+from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
+from ds41rt.kernels.slots import SLOT_TABLE_SET
+
+
+def main() -> None:
+    found = probe()
+    assert (found.driver_version, found.devices[0].name) == (13000, "Stub GPU"), found
+    assert found.devices[0].capability == (9, 0)
+    backend = DriverBackend()
+    rng = np.random.default_rng(3)
+    main_stream, side = backend.create_stream("main"), backend.create_stream("side")
+    start, end = backend.create_timing_event("start"), backend.create_timing_event("end")
+    table0 = rng.integers(-1, 100, (64, 384), dtype=np.int32)
+    table, scratch = backend.alloc("table", table0.nbytes), backend.alloc("scratch", 64)
+    pinned = backend.alloc_pinned("triples", 4 * 31)
+    words = pinned.array.view(np.int32)
+    words[:] = rng.integers(0, 64, 31)
+    words[0] = 5
+    triples = backend.alloc("triples", pinned.nbytes)
+    backend.copy_h2d(table.ptr, HostBuffer.pageable("table", table0), table0.nbytes, main_stream, label="table")
+    args = {"table": table.ptr, "triples": triples.ptr, "n_layers": 64, "n_experts": 384, "capacity": 10}
+    launch = backend.prepare(SLOT_TABLE_SET, args, "set")
+
+    def step() -> None:
+        backend.copy_h2d(triples.ptr, pinned, pinned.nbytes, main_stream, label="triples")
+        backend.launch(launch, main_stream)
+        backend.fill(scratch.ptr, 7, 64, main_stream, label="scratch")
+
+    def read() -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+        out = np.full_like(table0, 77)
+        backend.copy_d2h(HostBuffer.pageable("out", out), table.ptr, out.nbytes, main_stream)
+        backend.synchronize(main_stream)
+        return out
+
+    want = table0.copy()
+
+    def expect() -> None:
+        for layer, expert, slot in words[1:16].reshape(5, 3).tolist():
+            want[layer, expert] = slot
+        assert np.array_equal(read(), want)
+
+    backend.record(start, main_stream)
+    step()
+    backend.record(end, main_stream)
+    backend.wait(side, end)
+    assert backend.query_event(end)
+    backend.synchronize_event(end)
+    assert backend.elapsed_us(start, end) == 2500
+    expect()
+
+    backend.begin_capture(main_stream)
+    step()
+    try:
+        backend.synchronize(main_stream)
+    except CudaError as e:
+        assert e.status is Status.STREAM_CAPTURE_UNSUPPORTED, e
+    else:
+        raise AssertionError("a capturing stream was synchronised")
+    graph = backend.end_capture(main_stream)
+    copy, kernel, fill = (node.content for node in backend.describe_graph(graph).nodes)
+    assert copy == CopyNode(triples.ptr, "device", pinned.ptr, "pinned", pinned.nbytes), copy
+    assert fill == FillNode(scratch.ptr, 7, 1, 64), fill
+    assert isinstance(kernel, KernelNode)
+    assert (kernel.name, kernel.grid, kernel.block) == ("ds41_slot_table_set", (1, 1, 1), (128, 1, 1)), kernel
+    assert kernel.params is not None
+    assert [(p.off, int.from_bytes(p.value, "little")) for p in kernel.params] == [
+        (0, table.ptr), (8, triples.ptr), (16, 64), (20, 384), (24, 10)
+    ], kernel.params
+    assert backend.describe_graph(graph).edges == ((0, 1), (1, 2))
+    graph_exec = backend.instantiate(graph)
+    backend.destroy_graph(graph)
+    words[1:] = rng.integers(0, 64, 30)
+    backend.launch_graph(graph_exec, main_stream)
+    expect()
+    backend.begin_capture(side)
+    backend.abort_capture(side)
+    backend.abort_capture(side)
+    try:
+        backend.alloc("huge", 1 << 50)
+    except OutOfDeviceMemory as e:
+        for part in ("'huge'", str(1 << 50), "1000 bytes of device memory are free of 2000", "that is a lot of memory"):
+            assert part in str(e), e
+    else:
+        raise AssertionError("the stub gave a pebibyte")
+    backend.close()
+    assert not any(backend.live().values())
+    print("every call was understood")
+
+
+if __name__ == "__main__":
+    main()
