@@ -59,18 +59,17 @@ class Ledger(HostBackend):
         return len(self.made) == self._fail_at
 
 
-@pytest.mark.parametrize("mode", ["eager", "step-graph"])
-def test_every_allocation_fails_in_turn(micro: Path, mode: Mode) -> None:
+def test_every_allocation_fails_in_turn(micro: Path) -> None:
     """One byte too few for the k-th allocation, for every k: the error names it, and all before it is freed."""
     roomy = Ledger()
-    with Engine.open(micro, mode=mode, backend=roomy, expert_slots=SLOTS) as engine, engine.new_sequence():
+    with Engine.open(micro, mode="step-graph", backend=roomy, expert_slots=SLOTS) as engine, engine.new_sequence():
         assert engine.stats().tokens == 0
     assert len(roomy.made) > 100
     for k, (name, nbytes) in enumerate(roomy.made, start=1):
         backend = Ledger(fail_at=k)
         with (
             pytest.raises(OutOfDeviceMemory) as failure,
-            Engine.open(micro, mode=mode, backend=backend, expert_slots=SLOTS) as engine,
+            Engine.open(micro, mode="step-graph", backend=backend, expert_slots=SLOTS) as engine,
         ):
             engine.new_sequence()
         assert isinstance(failure.value, MemoryError)
@@ -144,11 +143,10 @@ def open_on(backend: Troubled, directory: Path, mode: Mode) -> Engine:
 
 
 @pytest.mark.parametrize("trouble", [refuse, interrupt])
-@pytest.mark.parametrize("mode", ["eager", "step-graph"])
-def test_a_call_fails_at_every_place_of_a_load(micro: Path, mode: Mode, trouble: Callable[[], None]) -> None:
+def test_a_call_fails_at_every_place_of_a_load(micro: Path, trouble: Callable[[], None]) -> None:
     """The first and the last call from each line of code: all is freed, and the backend serves another engine."""
     quiet = Troubled(HostBackend(), trouble)
-    with open_on(quiet, micro, mode) as engine:
+    with open_on(quiet, micro, "step-graph") as engine:
         loaded = list(quiet.sites)
         expected = decode(engine)
     places = [loaded.index(site) for site in set(loaded)]
@@ -159,11 +157,11 @@ def test_a_call_fails_at_every_place_of_a_load(micro: Path, mode: Mode, trouble:
         backend = Troubled(host, trouble)
         backend.hit_at = index + 1
         with pytest.raises((CudaError, KeyboardInterrupt)):
-            open_on(backend, micro, mode)
+            open_on(backend, micro, "step-graph")
         assert backend.sites[index] == loaded[index]
         assert host.live() == dict.fromkeys(host.live(), 0), loaded[index]
         if index % 5 == 0:
-            with Engine.open(micro, mode=mode, backend=host, expert_slots=SLOTS) as engine:
+            with Engine.open(micro, mode="step-graph", backend=host, expert_slots=SLOTS) as engine:
                 assert decode(engine) == expected
 
 

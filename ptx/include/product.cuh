@@ -63,14 +63,13 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
     using F = typename P::F;
     using Layout = SharedLayout<F>;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Split split = split_rows(product.row_nbytes(), P::MATRICES, WARPS / P::MATRICES);
+    Split split = split_product(product.row_nbytes(), P::MATRICES, product.sets(), product.tiles());
     u32 team = P::MATRICES << split.parts_log2;  // warps of a tile
     u32 member = warp & (team - 1), group = warp / team;
-    u32 chunks = (product.tiles() + split.tiles - 1) / split.tiles;
-    Units units = units_of_block(product.sets() * chunks, block, blocks);
+    Units units = units_of_block(split.units, block, blocks);
     if (units.begin == units.end) return;
 
-    TilesOfWarp<P> source{product, chunks, split.tiles, group, member >> split.parts_log2};
+    TilesOfWarp<P> source{product, split.chunks, split.tiles, group, member >> split.parts_log2};
     u32 slots = shared_address(Layout::base()) + warp * (RING * SLOT_NBYTES);
     u32 scales = shared_address(Layout::base() + Layout::SCALES) + warp * (RING * F::SCALES_NBYTES);
     Ring<F, TilesOfWarp<P>> ring;

@@ -12,6 +12,7 @@ constexpr u32 WARPS = 8;
 constexpr u32 BLOCK = 32 * WARPS;
 constexpr u32 RING = 4;
 constexpr u32 ROWS = 16;
+constexpr u32 NOMINAL_BLOCKS = 128;  // a power of two near the number of multiprocessors of a large device
 constexpr u32 STEP_NBYTES = 128;
 constexpr u32 CHUNKS_NBYTES = 32 * 16;  // one chunk of every lane
 constexpr u32 SLOT_NBYTES = 4 * CHUNKS_NBYTES;
@@ -23,26 +24,35 @@ struct Tile {
     u32 first, end;
 };
 
-// How a product is shared out, by its shape alone: the K range of a tile goes to `parts` warps in equal runs of steps,
-// a unit of work is what the block's warps do side by side, `tiles` tiles of MATRICES matrices.
+// How a product is shared out, by its shape alone: the K range of a tile goes to `parts` warps in equal runs of steps;
+// a block's warps work on `tiles` tiles (of `matrices` matrices each) side by side: a unit. `units` are all there are.
 struct Split {
-    u32 row_nbytes, steps, parts_log2, parts, tiles;
+    u32 row_nbytes, steps, parts_log2, parts, tiles, chunks, units;
 };
 
-// A power of two, at most `most`, that leaves little idle: fewer parts where the last steps of a run would be few.
-__device__ __forceinline__ Split split_rows(u32 row_nbytes, u32 matrices, u32 most) {
-    Split s;
-    s.row_nbytes = row_nbytes;
-    s.steps = (row_nbytes + STEP_NBYTES - 1) / STEP_NBYTES;
-    s.parts_log2 = 0;
-    while ((2u << s.parts_log2) <= most) s.parts_log2++;
-    for (; s.parts_log2 > 0; s.parts_log2--) {
-        u32 parts = 1u << s.parts_log2;
-        if (((0u - s.steps) & (parts - 1)) * 8 <= s.steps) break;
+// `set_tiles` tiles in each of `sets` sets. Of the powers of two the number of parts that ends first on a device of
+// nominal size, every warp taking as many steps as the longest run; of equals the largest.
+__device__ __forceinline__ Split split_product(u32 row_nbytes, u32 matrices, u32 sets, u32 set_tiles) {
+    Split best = {};
+    u32 best_steps = 0xFFFFFFFFu;
+#pragma unroll
+    for (u32 parts_log2 = 0; (matrices << parts_log2) <= WARPS; parts_log2++) {
+        Split s;
+        s.row_nbytes = row_nbytes;
+        s.steps = (row_nbytes + STEP_NBYTES - 1) / STEP_NBYTES;
+        s.parts_log2 = parts_log2;
+        s.parts = 1u << parts_log2;
+        s.tiles = WARPS / matrices >> parts_log2;
+        s.chunks = (set_tiles + s.tiles - 1) / s.tiles;
+        s.units = sets * s.chunks;
+        u32 rounds = (s.units + NOMINAL_BLOCKS - 1) / NOMINAL_BLOCKS;
+        u32 steps = rounds * ((s.steps + s.parts - 1) >> parts_log2);
+        if (s.parts <= s.steps && steps <= best_steps) {
+            best = s;
+            best_steps = steps;
+        }
     }
-    s.parts = 1u << s.parts_log2;
-    s.tiles = WARPS / matrices >> s.parts_log2;
-    return s;
+    return best;
 }
 
 // The consecutive units of work that a block does.

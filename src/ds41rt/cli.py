@@ -71,6 +71,24 @@ def _parser() -> argparse.ArgumentParser:
     synth.add_argument("--seed", type=int, default=0, metavar="N")
     synth.add_argument("--json", action="store_true", help="print one JSON object")
 
+    bench = commands.add_parser(
+        "bench", help="time a token at released shapes, against the bytes it must read", allow_abbrev=False
+    )
+    bench.add_argument("--preset", choices=("released", "small", "tiny", "micro"), default="released")
+    bench.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    bench.add_argument("--context", type=int, default=4096, metavar="N", help="default: 4096, or the preset's most")
+    bench.add_argument(
+        "--experts-per-layer", type=int, default=128, metavar="N", help="resident experts (default: 128)"
+    )
+    bench.add_argument("--tokens", type=int, default=50, metavar="N", help="tokens timed per mode (default: 50)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_backend(bench)
+
+    doctor = commands.add_parser(
+        "doctor", help="say what this machine offers, what is wrong, and what to do", allow_abbrev=False
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object, for bug reports")
+
     verify = commands.add_parser(
         "verify", help="compare this build and machine with reference values", allow_abbrev=False
     )
@@ -106,6 +124,14 @@ def _run(args: argparse.Namespace) -> int:
         from ds41rt.tools.synth import synth
 
         return synth(args)
+    if args.command == "bench":
+        from ds41rt.tools.bench import bench
+
+        return bench(args)
+    if args.command == "doctor":
+        from ds41rt.tools.doctor import doctor
+
+        return doctor(args)
     from ds41rt.tools.verify import verify
 
     return verify(args)

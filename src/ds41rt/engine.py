@@ -210,6 +210,8 @@ class Engine:
         self.engram = engram
         self._weights = own(DeviceWeights(backend, self._source, self.stream, progress), DeviceWeights.close)
         self.buffers = own(StepBuffers(backend, cfg, self.max_context), StepBuffers.close)
+        work = self.buffers.mix_work
+        backend.fill(work.ptr, 0, work.nbytes, self.stream, work.name)
         self.block = own(SequenceBlock(backend, cfg), SequenceBlock.close)
         n_slots = self._slot_count(expert_slots)
         layout = self._source.expert_layout
@@ -242,7 +244,7 @@ class Engine:
             backend, cfg, self._weights, self.buffers, self.block.ptr, engram, self.arena, self.table, self.max_context
         )
         self.layers = [builder.layer(i) for i in range(cfg.n_layers)]
-        self._head = builder.head()
+        self.head_launch = builder.head()
         buf = self.buffers
         baked: tuple[int, ...] = (
             buf.hidden,
@@ -337,6 +339,14 @@ class Engine:
             self._sequences.add(seq)
             return seq
 
+    def preload(self, layer: int, experts: Sequence[int]) -> None:
+        """Make experts of `layer` resident ahead of use, top-k at a time. Raises `CacheError`, `CheckpointError`."""
+        with self._exclusive():
+            for i in range(0, len(experts), self.config.top_k):
+                self.cache.begin_epoch()
+                self._fetcher.fetch(layer, experts[i : i + self.config.top_k], self.stream, count=False)
+            self.backend.synchronize(self.stream)
+
     def decode_step(self, seq: DecodeSequence, token: int) -> NDArray[np.float32]:
         """Process one token; returns the logits float32[vocab] for the next.
 
@@ -353,7 +363,7 @@ class Engine:
             self.bodies.bind(step, token, position)
             try:
                 self.machine.run_token(position)
-                self.backend.launch(self._head, self.stream)
+                self.backend.launch(self.head_launch, self.stream)
                 self.backend.copy_d2h(
                     self._logits_host, self.buffers.vocab_logits.ptr, 4 * self.config.vocab, self.stream, 0, "logits"
                 )

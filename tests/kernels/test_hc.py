@@ -9,7 +9,7 @@ import pytest
 from kernel_harness import bf16, poisoned, run
 from numpy.typing import NDArray
 
-from ds41rt.cu.kernel import BF16
+from ds41rt.cu.kernel import BF16, U8
 from ds41rt.kernels import hc
 
 Goldens = Mapping[str, NDArray[Any]]
@@ -30,6 +30,7 @@ def mix_args(goldens: Goldens, i: int) -> dict[str, Any]:
         "scale": goldens["hc_scale"],
         "base": goldens["hc_base"],
         "norm_w": bf16(rng.normal(size=64)),
+        "work": poisoned(hc.mix_work_nbytes(64, 4), U8),
         "dim": 64,
         "hc": 4,
         **EPS,
@@ -103,6 +104,7 @@ def test_noise_saturates_instead_of_raising() -> None:
         "scale": np.full(3, 1e20, np.float32),
         "base": rng.normal(size=24).astype(np.float32),
         "norm_w": bf16(rng.normal(size=32)),
+        "work": poisoned(hc.mix_work_nbytes(32, 4), U8),
         "dim": 32,
         "hc": 4,
         **EPS,

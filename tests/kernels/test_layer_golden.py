@@ -15,7 +15,7 @@ import pytest
 from kernel_harness import Memory, bf16, poisoned, run
 from numpy.typing import NDArray
 
-from ds41rt.cu.kernel import BF16
+from ds41rt.cu.kernel import BF16, U8
 from ds41rt.kernels import attention, compressor, engram, experts, hc, indexer, linear, projection, rope, router
 
 TINY = Path(__file__).parents[1] / "goldens" / "tiny-a"
@@ -60,7 +60,7 @@ def distance(got: NDArray[Any], want: NDArray[Any]) -> float:
 
 def mix_weights(w: dict[str, NDArray[Any]], site: str) -> dict[str, Any]:
     return {"fn": w[f"hc_{site}_fn"], "scale": w[f"hc_{site}_scale"], "base": w[f"hc_{site}_base"],
-            "norm_w": w[f"{site}_norm.weight"], **MIX}  # fmt: skip
+            "norm_w": w[f"{site}_norm.weight"], "work": poisoned(hc.mix_work_nbytes(DIM, 4), U8), **MIX}  # fmt: skip
 
 
 class Layer:

@@ -7,8 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernel_harness import run
 from numpy.typing import NDArray
-from softplus_hash import BLOCK, BLOCKS, CHUNK, TABLE, block_hash, canonical, chunk_hash, outputs
+from softplus_hash import TABLE
+
+from ds41rt.kernels.softplus_check import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    SQRT_SOFTPLUS_HASH,
+    block_hash,
+    canonical,
+    chunk_hash,
+    outputs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +51,8 @@ def test_a_few_blocks_match_the_committed_hashes(table: NDArray[np.uint64]) -> N
     ]
     for block in map(int, blocks):
         assert block_hash(block) == int(table[block]), f"block {block}"
+    hashes = run(SQRT_SOFTPLUS_HASH, {"first_block": 1007, "n_blocks": 2})["hashes"]
+    np.testing.assert_array_equal(hashes, table[1007:1009])
 
 
 @pytest.mark.long

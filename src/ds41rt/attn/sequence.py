@@ -119,8 +119,9 @@ class SequenceBuffers:
         return buf
 
     @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._owned)
+    def owned(self) -> tuple[DeviceBuffer, ...]:
+        """The sequence's allocations."""
+        return tuple(self._owned)
 
     def close(self) -> None:
         while self._owned:

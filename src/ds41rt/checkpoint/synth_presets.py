@@ -11,6 +11,7 @@
 from typing import Any
 
 from ds41rt.config import ModelConfig
+from ds41rt.errors import InputError
 
 # What all presets share with the published model.
 _SHARED: dict[str, Any] = {
@@ -177,3 +178,23 @@ RELEASED = ModelConfig(
     max_positions=1_048_576,
     image_token=129_264,
 )
+
+
+def first_layers(cfg: ModelConfig, n_layers: int) -> ModelConfig:
+    """The same model cut to its first layers, enough of them to hold a source; the last KV source builds candidates."""
+    kv = tuple(s for s in cfg.kv_source_layers if s < n_layers)
+    if not kv or n_layers > cfg.n_layers:
+        raise InputError(f"{n_layers} layers: give {cfg.kv_source_layers[0] + 1} to {cfg.n_layers}")
+    engram = [i for i, layer in enumerate(cfg.engram_layers) if layer < n_layers]
+    return ModelConfig(
+        **{
+            **cfg.model_dump(),
+            "n_layers": n_layers,
+            "compress_ratios": cfg.compress_ratios[:n_layers],
+            "kv_source_layers": kv,
+            "index_source_layers": tuple(s for s in cfg.index_source_layers if s < n_layers),
+            "candidate_source_layer": min(cfg.candidate_source_layer, kv[-1]),
+            "engram_layers": tuple(cfg.engram_layers[i] for i in engram),
+            "engram_num_embeddings": tuple(cfg.engram_num_embeddings[i] for i in engram),
+        }
+    )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec
+from ds41rt.cu.probe import Probe
 from ds41rt.errors import InputError, UnsupportedError
 
 Stream = NewType("Stream", int)
@@ -69,6 +70,7 @@ class GpuBackend(Protocol):
     """
 
     name: str
+    device_name: str
 
     def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
         """Plain device memory, 256-byte aligned, contents undefined. Raises `OutOfDeviceMemory`."""
@@ -145,6 +147,17 @@ class GpuBackend(Protocol):
 
     def close(self) -> None:
         """Release everything. Idempotent; reports nothing that was not already reported."""
+
+
+def probe_gpu() -> Probe:
+    """Whether this machine has a GPU, as a typed answer; nothing stays open.
+
+    Raises `UnsupportedError` in a forked child of a process that used CUDA, and `CudaError` when the driver starts but
+    cannot describe its devices.
+    """
+    from ds41rt.cu.driver import probe
+
+    return probe()
 
 
 def open_backend(name: str = "auto", *, schedule: str = "lazy") -> tuple[GpuBackend, str]:

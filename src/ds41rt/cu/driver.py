@@ -110,6 +110,8 @@ class DriverBackend:
         found = probe_driver(cu)
         self.driver_version = found.driver_version
         self.device, self.ptx = _preflight(found, ordinal, ptx_folder)
+        self.device_name = self.device.name
+        self.device_name = self.device.name
         self._log = DriverLog(cu)
         # The first error that lost the context. `_key` is 0 from then on, so that every call takes the slow path.
         self._down: CudaError | None = None

@@ -66,6 +66,10 @@ def probe_driver(cu: Any) -> Probe:
         if not _is_missing_library(e):
             raise
         return Probe(GpuState.NO_LIBRARY, str(e))
+    except ValueError as e:
+        # From 13.3 on the bindings parse an environment variable when they start.
+        switch = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
+        return Probe(GpuState.FAILED, f"the bindings did not start ({e}); is {switch} set to something but 0 or 1?")
     if int(code) == Status.NO_DEVICE:
         return Probe(GpuState.NO_DEVICE, driver_text(cu, code))
     if code:

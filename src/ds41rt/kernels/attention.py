@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, KernelSpec, Span
+from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, Geometry, KernelSpec, Scalars, Span
 from ds41rt.kernels.params import cell, r, scalars, step_shape, w
 from ds41rt.kernels.rope import rotate_tail
 
@@ -153,6 +153,19 @@ def _attn_value_spans(
     return _list_spans(ring_cell, comp_cell, sel, step, head_dim, window)
 
 
+def _score_geometry(s: Scalars, n_sms: int) -> Geometry:
+    # 16 list entries x 32 heads a block.
+    return Geometry((-(-(s.window + s.topk) // 16), -(-s.heads // 32), 1), 256)
+
+
+def _value_geometry(s: Scalars, n_sms: int) -> Geometry:
+    # 32 positions x 16 heads a block, a warp a block of 64 list entries as far as warps go.
+    blocks = -(-(s.window + s.topk) // BLOCK)
+    warps = min(max(blocks, 4), 16)
+    shared = warps * BLOCK * 8 + blocks * 16 * 4 * (1 + 1 + 32)
+    return Geometry((s.head_dim // 32, -(-s.heads // 16), 1), 32 * warps, shared)
+
+
 _LIST = (
     r("ring_cell", U64, cell),
     r("comp_cell", U64, lambda s: (1 if s.topk else 0,)),
@@ -170,6 +183,7 @@ ATTN_SCORE = KernelSpec(
     ),
     _attn_score,
     _attn_score_spans,
+    geometry=_score_geometry,
 )
 
 ATTN_VALUE = KernelSpec(
@@ -184,4 +198,5 @@ ATTN_VALUE = KernelSpec(
     ),
     _attn_value,
     _attn_value_spans,
+    geometry=_value_geometry,
 )

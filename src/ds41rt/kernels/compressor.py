@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, KernelSpec, Span
+from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, Geometry, KernelSpec, Scalars, Span
 from ds41rt.kernels.formats import dequant_e2m1, fp4_e4m3, fp4_pow2, round_bf16
+from ds41rt.kernels.geometry import BF16_PLAIN, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.linear import plain_matvec, rms_norm
 from ds41rt.kernels.params import cell, r, scalars, step_shape, w
 from ds41rt.kernels.rope import rotate_tail
@@ -100,6 +101,15 @@ def _comp_row_spans(
     return spans
 
 
+def _row_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return Geometry((1, 1, 1), 512, 6 * (s.head_dim + s.index_dim))
+
+
+def _proj_geometry(s: Scalars, n_sms: int) -> Geometry:
+    tiles = tiles_of(*([s.head_dim] * (2 if s.ratio > 1 else 1)))
+    return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles), shared_nbytes(BF16_PLAIN, s.dim))
+
+
 COMP_PROJ = KernelSpec(
     "comp_proj",
     (
@@ -111,6 +121,7 @@ COMP_PROJ = KernelSpec(
         *scalars("u32", "dim", "head_dim", "ratio"),
     ),
     _comp_proj,
+    geometry=_proj_geometry,
 )
 
 COMP_ROW = KernelSpec(
@@ -131,4 +142,5 @@ COMP_ROW = KernelSpec(
     ),
     _comp_row,
     _comp_row_spans,
+    geometry=_row_geometry,
 )

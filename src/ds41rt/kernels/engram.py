@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, U8, Array, KernelSpec
+from ds41rt.cu.kernel import BF16, F32, U8, Array, Geometry, KernelSpec, Scalars
 from ds41rt.kernels.formats import E4M3_VALUE, E8M0_VALUE, act_quant
-from ds41rt.kernels.linear import fp8_matvec, sigmoid
+from ds41rt.kernels.linear import fp8_geometry, fp8_matvec, sigmoid
 from ds41rt.kernels.params import r, rw, scalars, tiles, w
 
 
@@ -31,6 +31,11 @@ def _engram_apply(
     streams[...] = x.astype(np.float32) + gate[:, None] * wide[hc].astype(np.float32)
 
 
+def _apply_geometry(s: Scalars, n_sms: int) -> Geometry:
+    # A block a stream, a thread a pair of positions or a few.
+    return Geometry((s.hc, 1, 1), min(-(-s.dim // 64) * 32, 1024))
+
+
 ENGRAM_KV = KernelSpec(
     "engram_kv",
     (
@@ -42,6 +47,7 @@ ENGRAM_KV = KernelSpec(
         *scalars("u32", "cols", "head_dim", "n", "k"),
     ),
     _engram_kv,
+    geometry=lambda s, n_sms: fp8_geometry(n_sms, s.n, s.k),
 )
 
 ENGRAM_APPLY = KernelSpec(
@@ -56,4 +62,5 @@ ENGRAM_APPLY = KernelSpec(
         *scalars("f32", "eps"),
     ),
     _engram_apply,
+    geometry=_apply_geometry,
 )

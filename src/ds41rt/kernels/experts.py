@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, U8, U64, Array, KernelSpec, Span
+from ds41rt.cu.kernel import BF16, F32, U8, U64, Array, Geometry, KernelSpec, Scalars, Span
 from ds41rt.kernels.formats import E8M0_VALUE, act_quant, decode_e2m1, round_bf16
-from ds41rt.kernels.hc import expand
+from ds41rt.kernels.geometry import FP4, matrix_geometry, shared_nbytes, tiles_of, units
+from ds41rt.kernels.hc import expand, pairs_geometry
 from ds41rt.kernels.linear import quant_matvec, sum_rows, swiglu
 from ds41rt.kernels.params import r, rw, scalars, w
 
@@ -104,6 +105,15 @@ def _moe_combine(
     streams[...] = expand(moe_out.astype(np.float32), streams.astype(np.float32), post, comb)
 
 
+def _gate_up_geometry(s: Scalars, n_sms: int) -> Geometry:
+    n_units = units(FP4, s.dim, tiles_of(*([s.inter] * s.top_k)), matrices=2)
+    return matrix_geometry(n_sms, n_units, shared_nbytes(FP4, s.dim))
+
+
+def _down_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(FP4, s.inter, tiles_of(s.dim), sets=s.top_k), shared_nbytes(FP4, s.inter))
+
+
 EXPERT_GATE_UP = KernelSpec(
     "expert_gate_up",
     (
@@ -117,6 +127,7 @@ EXPERT_GATE_UP = KernelSpec(
     ),
     _expert_gate_up,
     _expert_gate_up_spans,
+    geometry=_gate_up_geometry,
 )
 
 EXPERT_DOWN = KernelSpec(
@@ -130,6 +141,7 @@ EXPERT_DOWN = KernelSpec(
     ),
     _expert_down,
     _expert_down_spans,
+    geometry=_down_geometry,
 )
 
 MOE_COMBINE = KernelSpec(
@@ -144,4 +156,5 @@ MOE_COMBINE = KernelSpec(
         *scalars("u32", "dim", "hc", "top_k"),
     ),
     _moe_combine,
+    geometry=pairs_geometry,
 )

@@ -7,9 +7,27 @@ than float32 steps are, and the 40 normalisations of a 4x4 matrix are far cheape
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, Array, KernelSpec, Pointer, Scalar
+from ds41rt.cu.kernel import BF16, F32, I32, U8, Array, Geometry, KernelSpec, Pointer, Scalar, Scalars
 from ds41rt.kernels.linear import inv_rms, plain_matvec, rms_norm, sigmoid, sum_rows
 from ds41rt.kernels.params import r, rw, scalars, step_shape, w
+
+# Positions of all streams that a block of the mixing kernels takes; dim is a multiple of it.
+_SLICE = 32
+
+
+def mix_work_nbytes(dim: int, hc: int) -> int:
+    """Size of the workspace `work` of the two mixing kernels: a ticket, then each block's sums: the mixes' products,
+    the squares of its streams and of its collapsed slice."""
+    return 128 + 4 * (hc * (hc + 2) + 2) * (dim // _SLICE)
+
+
+def _mix_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return Geometry((s.dim // _SLICE, 1, 1), 256)
+
+
+def pairs_geometry(s: Scalars, n_sms: int) -> Geometry:
+    """One thread a pair of positions."""
+    return Geometry((-(-s.dim // 128), 1, 1), 64)
 
 
 def sinkhorn(c: list[list[float]], iters: int, eps: float) -> list[list[float]]:
@@ -87,6 +105,7 @@ def _hc_in(
     comb: Array,
     hidden: Array,
     normed: Array,
+    work: Array,
     dim: int,
     hc: int,
     iters: int,
@@ -112,6 +131,7 @@ def _hc_expand_in(
     comb: Array,
     hidden: Array,
     normed: Array,
+    work: Array,
     dim: int,
     hc: int,
     iters: int,
@@ -119,7 +139,9 @@ def _hc_expand_in(
     hc_eps: float,
 ) -> None:
     streams[...] = expand(y.astype(np.float32), streams.astype(np.float32), post, comb)
-    _hc_in(streams, pre_in, fn, scale, base, norm_w, pre_out, post, comb, hidden, normed, dim, hc, iters, eps, hc_eps)
+    _hc_in(
+        streams, pre_in, fn, scale, base, norm_w, pre_out, post, comb, hidden, normed, work, dim, hc, iters, eps, hc_eps
+    )
 
 
 def _hc_collapse(streams: Array, pre: Array, hidden: Array, dim: int, hc: int) -> None:
@@ -136,6 +158,7 @@ EMBED_EXPAND = KernelSpec(
         *scalars("u32", "vocab", "dim", "hc"),
     ),
     _embed_expand,
+    geometry=pairs_geometry,
 )
 
 _MIX_INPUTS: tuple[Pointer, ...] = (
@@ -149,6 +172,8 @@ _MIX_INPUTS: tuple[Pointer, ...] = (
 _MIX_OUTPUTS: tuple[Pointer | Scalar, ...] = (
     w("hidden", BF16, lambda s: (s.dim,)),
     w("normed", BF16, lambda s: (s.dim,)),
+    # A device's scratch. Its first word must be zero before the first launch and is left zero by every launch.
+    rw("work", U8, lambda s: (mix_work_nbytes(s.dim, s.hc),)),
     *scalars("u32", "dim", "hc", "iters"),
     *scalars("f32", "eps", "hc_eps"),
 )
@@ -163,6 +188,7 @@ HC_IN = KernelSpec(
         *_MIX_OUTPUTS,
     ),
     _hc_in,
+    geometry=_mix_geometry,
 )
 
 HC_EXPAND_IN = KernelSpec(
@@ -176,6 +202,7 @@ HC_EXPAND_IN = KernelSpec(
         *_MIX_OUTPUTS,
     ),
     _hc_expand_in,
+    geometry=_mix_geometry,
 )
 
 HC_COLLAPSE = KernelSpec(
@@ -187,4 +214,5 @@ HC_COLLAPSE = KernelSpec(
         *scalars("u32", "dim", "hc"),
     ),
     _hc_collapse,
+    geometry=pairs_geometry,
 )

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, Array, KernelSpec
+from ds41rt.cu.kernel import BF16, F32, Array, Geometry, KernelSpec, Scalars
+from ds41rt.kernels.geometry import BF16_PLAIN, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.linear import plain_matvec, rms_norm
 from ds41rt.kernels.params import r, scalars, w
 
@@ -12,6 +13,10 @@ def _head(
 ) -> None:
     normed[...] = rms_norm(hidden.astype(np.float32), norm_w, eps)
     logits[...] = plain_matvec(w, normed)
+
+
+def _geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles_of(s.vocab)), shared_nbytes(BF16_PLAIN, s.dim))
 
 
 HEAD = KernelSpec(
@@ -26,4 +31,5 @@ HEAD = KernelSpec(
         *scalars("f32", "eps"),
     ),
     _head,
+    geometry=_geometry,
 )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, U8, U64, Array, KernelSpec, Span
+from ds41rt.cu.kernel import BF16, F32, I32, U8, U64, Array, Geometry, KernelSpec, Scalars, Span
 from ds41rt.kernels.formats import act_quant, dequant_e2m1, fp4_pow2, round_bf16
+from ds41rt.kernels.geometry import BF16_PLAIN, FP8, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.linear import fp8_matvec, plain_matvec, sum_rows
 from ds41rt.kernels.params import cell, r, scalars, step_shape, tiles, w
 from ds41rt.kernels.rope import rotate_tail
@@ -74,6 +75,17 @@ def _index_score_spans(
     return [Span(int(ikey_cell[0]), BF16, (rows, index_dim), "r")] if rows else []
 
 
+def _score_geometry(s: Scalars, n_sms: int) -> Geometry:
+    # Two warps of 16 rows a block; the queries of all heads (in eights) stand in shared memory.
+    return Geometry((min(-(-s.max_rows // 32), 8 * n_sms), 1, 1), 64, -(-s.index_heads // 8) * 16 * s.index_dim)
+
+
+def _q_geometry(s: Scalars, n_sms: int) -> Geometry:
+    n_units = units(FP8, s.q_rank, s.index_heads * s.index_dim // 32, matrices=2)
+    nbytes = max(shared_nbytes(FP8, s.q_rank), shared_nbytes(BF16_PLAIN, s.dim))
+    return matrix_geometry(n_sms, n_units, nbytes, extra=tiles_of(s.index_heads))  # the head weights
+
+
 INDEX_Q = KernelSpec(
     "index_q",
     (
@@ -88,6 +100,7 @@ INDEX_Q = KernelSpec(
         *scalars("u32", "q_rank", "dim", "index_heads", "index_dim", "rope_dim"),
     ),
     _index_q,
+    geometry=_q_geometry,
 )
 
 INDEX_SCORE = KernelSpec(
@@ -102,4 +115,5 @@ INDEX_SCORE = KernelSpec(
     ),
     _index_score,
     _index_score_spans,
+    geometry=_score_geometry,
 )

@@ -12,8 +12,9 @@ import math
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, U8, Array, KernelSpec
+from ds41rt.cu.kernel import BF16, U8, Array, Geometry, KernelSpec, Scalars
 from ds41rt.kernels.formats import act_quant, decode_e4m3, round_bf16, tile_scales
+from ds41rt.kernels.geometry import FP8, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.params import r, scalars, tiles, w
 
 
@@ -85,6 +86,15 @@ def _shared_gate_up(
     t[...] = swiglu(round_bf16(fp8_matvec(x, w1, s1)), round_bf16(fp8_matvec(x, w3, s3)), limit)
 
 
+def fp8_geometry(n_sms: int, n: int, k: int) -> Geometry:
+    """Launch shape of a plain FP8 product with n rows."""
+    return matrix_geometry(n_sms, units(FP8, k, tiles_of(n)), shared_nbytes(FP8, k))
+
+
+def _shared_gate_up_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(s.inter), matrices=2), shared_nbytes(FP8, s.dim))
+
+
 LINEAR_FP8 = KernelSpec(
     "linear_fp8",
     (
@@ -95,6 +105,7 @@ LINEAR_FP8 = KernelSpec(
         *scalars("u32", "n", "k"),
     ),
     _linear_fp8,
+    geometry=lambda s, n_sms: fp8_geometry(n_sms, s.n, s.k),
 )
 
 SHARED_GATE_UP = KernelSpec(
@@ -110,4 +121,5 @@ SHARED_GATE_UP = KernelSpec(
         *scalars("f32", "limit"),
     ),
     _shared_gate_up,
+    geometry=_shared_gate_up_geometry,
 )

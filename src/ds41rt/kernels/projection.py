@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, U8, U64, Array, KernelSpec, Span
+from ds41rt.cu.kernel import BF16, F32, I32, U8, U64, Array, Geometry, KernelSpec, Scalars, Span
 from ds41rt.kernels.formats import act_quant, act_quant_dequant, decode_e4m3, tile_scales
+from ds41rt.kernels.geometry import FP8, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.linear import fp8_matvec, rms_norm
 from ds41rt.kernels.params import cell, r, scalars, step_shape, tiles, w
 from ds41rt.kernels.rope import rotate_tail
@@ -86,6 +87,19 @@ def _attn_wo_a(o: Array, w: Array, s: Array, u: Array, groups: int, rank: int, k
     u[...] = np.einsum("grk,gk->gr", weight.reshape(groups, rank, k), o.astype(np.float64)).reshape(-1)
 
 
+def _attn_qkv_a_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(s.q_rank, s.head_dim)), shared_nbytes(FP8, s.dim))
+
+
+def _attn_q_geometry(s: Scalars, n_sms: int) -> Geometry:
+    n_units = units(FP8, s.q_rank, tiles_of(s.heads * s.head_dim))
+    return matrix_geometry(n_sms, n_units, shared_nbytes(FP8, s.q_rank), extra=1)  # the window row
+
+
+def _attn_wo_a_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(FP8, s.k, tiles_of(s.rank), sets=s.groups), shared_nbytes(FP8, s.k))
+
+
 ATTN_QKV_A = KernelSpec(
     "attn_qkv_a",
     (
@@ -99,6 +113,7 @@ ATTN_QKV_A = KernelSpec(
         *scalars("u32", "dim", "q_rank", "head_dim"),
     ),
     _attn_qkv_a,
+    geometry=_attn_qkv_a_geometry,
 )
 
 ATTN_Q = KernelSpec(
@@ -120,6 +135,7 @@ ATTN_Q = KernelSpec(
     ),
     _attn_q,
     _attn_q_spans,
+    geometry=_attn_q_geometry,
 )
 
 ATTN_WO_A = KernelSpec(
@@ -132,4 +148,5 @@ ATTN_WO_A = KernelSpec(
         *scalars("u32", "groups", "rank", "k"),
     ),
     _attn_wo_a,
+    geometry=_attn_wo_a_geometry,
 )

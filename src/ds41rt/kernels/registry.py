@@ -1,4 +1,4 @@
-"""Every kernel of the decode step, in the order in which a step meets them."""
+"""Every kernel: those of the decode step in the order in which a step meets them, then the one that proves a device."""
 
 from ds41rt.cu.kernel import KernelSpec
 from ds41rt.kernels import (
@@ -10,9 +10,11 @@ from ds41rt.kernels import (
     head,
     indexer,
     linear,
+    probe,
     projection,
     router,
     slots,
+    softplus_check,
 )
 
 SPECS: tuple[KernelSpec, ...] = (
@@ -40,4 +42,6 @@ SPECS: tuple[KernelSpec, ...] = (
     compressor.COMP_ROW,
     indexer.INDEX_Q,
     indexer.INDEX_SCORE,
+    softplus_check.SQRT_SOFTPLUS_HASH,
+    probe.READ_SUM,
 )

@@ -6,7 +6,8 @@ rounded separately, the weight sum is taken in pick order.
 
 import numpy as np
 
-from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, KernelSpec
+from ds41rt.cu.kernel import BF16, F32, I32, U64, Array, Geometry, KernelSpec, Scalars
+from ds41rt.kernels.geometry import BF16_PLAIN, matrix_geometry, shared_nbytes, tiles_of, units
 from ds41rt.kernels.linear import plain_matvec
 from ds41rt.kernels.params import r, scalars, w
 from ds41rt.kernels.softplus import sqrt_softplus
@@ -98,6 +99,15 @@ def _route_select(
     ptrs_dev[...] = [[base + off for base in bases] for off in (gate_off, up_off, down_off)]
 
 
+def _select_geometry(s: Scalars, n_sms: int) -> Geometry:
+    # One block, a thread an expert.
+    return Geometry((1, 1, 1), -(-s.n_experts // 32) * 32)
+
+
+def _router_logits_geometry(s: Scalars, n_sms: int) -> Geometry:
+    return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles_of(s.n_experts)), shared_nbytes(BF16_PLAIN, s.dim))
+
+
 ROUTER_LOGITS = KernelSpec(
     "router_logits",
     (
@@ -107,6 +117,7 @@ ROUTER_LOGITS = KernelSpec(
         *scalars("u32", "dim", "n_experts"),
     ),
     _router_logits,
+    geometry=_router_logits_geometry,
 )
 
 ROUTE_SELECT = KernelSpec(
@@ -125,4 +136,5 @@ ROUTE_SELECT = KernelSpec(
         *scalars("u64", "dev_base", "host_base", "slot_nbytes", "gate_off", "up_off", "down_off"),
     ),
     _route_select,
+    geometry=_select_geometry,
 )

@@ -270,6 +270,15 @@ class DecodeBodies:
             )
         return select_rows(scores, cfg.index_topk, mask)
 
+    def nodes_per_layer(self) -> float:
+        """Graph nodes of an average capturable layer: its launches and the snapshot."""
+        counts = [
+            1 + len(x.embed) + len(x.engram) + len(x.qkv) + len(x.attn_core) + len(x.shared) + len(x.experts) + 5
+            for x, role in zip(self._layers, self._roles, strict=True)
+            if not role.is_index_source
+        ]
+        return sum(counts) / len(counts)
+
     def read_headers(self, layers: tuple[int, ...], stream: Stream) -> Fall | None:
         fall = self._router.read_headers(layers, self._position, stream)
         if self.observer is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import DeviceBuffer, GpuBackend
+from ds41rt.kernels.hc import mix_work_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class StepBuffers:
             self.pre_prev = self._alloc("pre_prev", 4 * cfg.hc_mult).ptr
             self.hidden = self._alloc("hidden", 2 * cfg.dim).ptr
             self.normed = self._alloc("normed", 2 * cfg.dim).ptr
+            # to be filled with zeros once, before the first step
+            self.mix_work = self._alloc("mix workspace", mix_work_nbytes(cfg.dim, cfg.hc_mult))
             self.engram_kv = self._alloc("engram kv", 2 * (cfg.hc_mult + 1) * cfg.dim).ptr
             self.engram_gate = self._alloc("engram gate", 4 * cfg.hc_mult).ptr
             self.qa = self._alloc("q_a", 2 * cfg.q_lora_rank).ptr

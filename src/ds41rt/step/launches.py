@@ -160,8 +160,8 @@ class LaunchBuilder:
         return {
             "streams": buf.streams, "fn": self._w(layer, f"hc_{site}_fn"), "scale": self._w(layer, f"hc_{site}_scale"),
             "base": self._w(layer, f"hc_{site}_base"), "norm_w": self._w(layer, f"{site}_norm.weight"),
-            "post": buf.post, "comb": buf.comb, "hidden": buf.hidden, "normed": buf.normed, "dim": cfg.dim,
-            "hc": cfg.hc_mult, "iters": cfg.sinkhorn_iters, "eps": cfg.rms_eps, "hc_eps": cfg.hc_eps,
+            "post": buf.post, "comb": buf.comb, "hidden": buf.hidden, "normed": buf.normed, "work": buf.mix_work.ptr,
+            "dim": cfg.dim, "hc": cfg.hc_mult, "iters": cfg.sinkhorn_iters, "eps": cfg.rms_eps, "hc_eps": cfg.hc_eps,
         }  # fmt: skip
 
     def _attn_in(self, layer: int) -> KernelLaunch:

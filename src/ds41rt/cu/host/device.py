@@ -41,6 +41,7 @@ class HostBackend:
     """
 
     name = "host"
+    device_name = "simulated device"
 
     def __init__(self, schedule: str = "lazy", *, memory_nbytes: int = 1 << 36, pinned_nbytes: int = 1 << 36) -> None:
         self.memory = Memory(memory_nbytes, pinned_nbytes)
