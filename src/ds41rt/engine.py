@@ -203,6 +203,10 @@ class Engine:
             own(backend.create_event("shared join"), backend.destroy_event),
         )
         self._side = side
+        # Closed in this order, also when a later part cannot be made: drain, parts, streams and events.
+        parts = stack.enter_context(ExitStack())
+        own(None, lambda _: self._drain())
+        stack = parts
         engram = None
         if cfg.engram_layers and not settings.no_engram:
             engram = EngramUpload(backend, cfg, engram_constants(cfg), self._source.token_map(), self._source)
@@ -277,8 +281,7 @@ class Engine:
             backend, self.bodies, self.stream, step_graph=step_graph, log=settings.step_graph_log
         )
         own(self.machine, StepMachine.close)
-        own(None, lambda _: self._drain())
-        backend.synchronize(self.stream)
+        backend.synchronize(self.stream)  # what failed in loading is raised here, not by the first token
 
     def _slot_count(self, asked: int | None) -> int:
         """Expert slots: as asked, or what the budget holds, at most one for every expert."""
@@ -515,6 +518,7 @@ class Engine:
     def _close_sequence(self, seq: DecodeSequence) -> None:
         seq.closed = True
         self._sequences.discard(seq)
+        self._release(Engine._drain, self)  # a step whose clean-up was interrupted may still use the buffers
         self._release(SequenceBuffers.close, seq.step.buffers)
 
 

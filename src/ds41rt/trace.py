@@ -46,8 +46,8 @@ class TraceRecorder:
         self._tokens.append((ids, weights, list(self._hashes), dict(self._rows)))
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """expert_ids i32 and expert_weights f32 [positions, layers, k], best first; streams_hash u64 [positions, layers];
-        index_topk.LXX i32 [positions, index top-k], ascending and padded with -1."""
+        """expert_ids i32 and expert_weights f32 [positions, layers, k], best first; streams_hash u64 [positions,
+        layers]; index_topk.LXX i32 [positions, index top-k], ascending and padded with -1."""
         cfg = self._engine.config
         out: dict[str, NDArray[np.generic]] = {
             "expert_ids": np.array([t[0] for t in self._tokens], np.int32),

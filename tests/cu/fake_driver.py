@@ -141,6 +141,7 @@ class FakeDriver:
         self._handles = count(0x5000)
         self._nodes: dict[int, Any] = {}
         self._graph_nodes: dict[int, list[int]] = {}
+        self._children: dict[int, Any] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}
         self._keep: list[Any] = []
         self._current = threading.local()
@@ -378,8 +379,11 @@ class FakeDriver:
     def _cuGraphExecDestroy(self, graph_exec: int) -> None:
         self.host.destroy_exec(GraphExec(graph_exec))
 
+    def _nodes_of(self, graph: int) -> Any:
+        return self._children[graph] if graph in self._children else self.host._graphs[graph]
+
     def _cuGraphGetNodes(self, graph: int, n: int) -> tuple[list[int], int]:
-        nodes = self.host._graphs[graph]
+        nodes = self._nodes_of(graph)
         if graph not in self._graph_nodes:
             self._graph_nodes[graph] = [next(self._handles) for _ in nodes]
             self._nodes.update(zip(self._graph_nodes[graph], nodes, strict=True))
@@ -388,7 +392,7 @@ class FakeDriver:
 
     def _cuGraphGetEdges(self, graph: int, n: int) -> tuple[list[int], list[int], list[None], int]:
         handles = self._graph_nodes[graph]
-        pairs = [(handles[dep], handles[i]) for i, node in enumerate(self.host._graphs[graph]) for dep in node.deps]
+        pairs = [(handles[dep], handles[i]) for i, node in enumerate(self._nodes_of(graph)) for dep in node.deps]
         if not n:
             return [], [], [], len(pairs)
         return [a for a, _ in pairs], [b for _, b in pairs], [None] * n, len(pairs)
@@ -444,7 +448,7 @@ class FakeDriver:
         command = self._nodes[node].command
         assert isinstance(command, GraphLaunch)
         handle = next(self._handles)
-        self.host._graphs[handle] = command.nodes
+        self._children[handle] = command.nodes
         return handle
 
     # The driver's log: an iterator is the number of lines already read.

@@ -154,9 +154,10 @@ R cuModuleGetFunction(void **f, void *m, const char *name) {
     *f = function;
     return strcmp(name, "ds41_slot_table_set") ? NOT_FOUND : OK;
 }
-R cuFuncLoad(void *f) { return f == function ? OK : INVALID; }
 R cuFuncGetAttribute(int *v, int a, void *f) { *v = a == 0 ? 1024 : 0; return OK; }
 R cuFuncSetAttribute(void *f, int a, int v) { return a == 8 ? OK : INVALID; }
+#ifndef OLD_DRIVER
+R cuFuncLoad(void *f) { return f == function ? OK : INVALID; }
 R cuFuncGetName(const char **s, void *f) { *s = "ds41_slot_table_set"; return OK; }
 R cuFuncGetParamInfo(void *f, size_t i, size_t *off, size_t *n) {
     if (i >= 5) return INVALID;
@@ -164,6 +165,7 @@ R cuFuncGetParamInfo(void *f, size_t i, size_t *off, size_t *n) {
     *n = sizes[i];
     return OK;
 }
+#endif
 R cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                  Stream *st, void **params, void **extra) {
     if (f != function || extra) return INVALID;
@@ -222,6 +224,7 @@ R cuGraphMemsetNodeGetParams(Node *node, Memset *p) {
     return OK;
 }
 
+#ifndef OLD_DRIVER
 R cuLogsCurrent(unsigned *at, unsigned flags) { *at = 0; return OK; }
 R cuLogsDumpToMemory(unsigned *at, char *buffer, size_t *n, unsigned flags) {
     size_t have = strlen(log_text);
@@ -232,3 +235,4 @@ R cuLogsDumpToMemory(unsigned *at, char *buffer, size_t *n, unsigned flags) {
     log_text[0] = 0;
     return OK;
 }
+#endif

@@ -1,4 +1,4 @@
-"""Kernels small enough to check by hand, and shorthands for moving arrays, for the tests of the host backend."""
+"""Kernels small enough to check by hand, and shorthands for moving arrays, for the tests of the backends."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.cu.backend import HostBuffer, Stream
-from ds41rt.cu.host import HostBackend
+from ds41rt.cu.backend import GpuBackend, HostBuffer, Stream
 from ds41rt.cu.kernel import F32, I32, U64, Array, KernelSpec, Pointer, Scalar, Span
 
 
@@ -80,7 +79,7 @@ def random_i32(rng: np.random.Generator, n: int) -> NDArray[np.int32]:
     return rng.integers(-1000, 1000, n, dtype=np.int32)
 
 
-def upload(backend: HostBackend, stream: Stream, name: str, array: NDArray[Any]) -> int:
+def upload(backend: GpuBackend, stream: Stream, name: str, array: NDArray[Any]) -> int:
     """A new device buffer with these contents; its address."""
     buf = backend.alloc(name, array.nbytes)
     backend.copy_h2d(buf.ptr, HostBuffer.pageable(name, array), array.nbytes, stream, label=f"upload {name}")
@@ -88,7 +87,7 @@ def upload(backend: HostBackend, stream: Stream, name: str, array: NDArray[Any])
     return buf.ptr
 
 
-def download(backend: HostBackend, stream: Stream, addr: int, like: NDArray[Any]) -> NDArray[Any]:
+def download(backend: GpuBackend, stream: Stream, addr: int, like: NDArray[Any]) -> NDArray[Any]:
     """A synchronised copy of device memory with the shape and dtype of `like`."""
     out = np.full_like(like, 77)
     backend.copy_d2h(HostBuffer.pageable("out", out), addr, out.nbytes, stream, label="download")

@@ -6,12 +6,25 @@ removed from the code or explained in `UNSEEN`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_harness import SOURCE, Call, Checkpoints, Hook, ProbeBackend, Reference, Run, call_site, reference
+from engine_harness import (
+    SOURCE,
+    Call,
+    Checkpoints,
+    Hook,
+    ProbeBackend,
+    Reference,
+    Run,
+    call_site,
+    out_of_memory,
+    reference,
+)
 
+from ds41rt.cu.backend import Stream
 from ds41rt.cu.result import CudaError
 from ds41rt.errors import Ds41Error
 from ds41rt.trace import TraceRecorder
@@ -78,41 +91,160 @@ def fetched_ahead(ref: Reference, backend: ProbeBackend) -> None:
             run.check_table()
 
 
-def closed_with_work_in_flight(ref: Reference, backend: ProbeBackend) -> None:
-    """What is freed at close may still be in use by work that was enqueued outside of a step."""
-    with Run(ref, slots=16, evict_random_pct=0.0, backend=backend) as run:
-        run.steps(2)
-        run.starve([])
-        hook, done = backend.hook, backend.inner.create_event("the last work")
-        backend.inner.record(done, run.engine.stream)
-        run.engine.close()
+def told_often(ref: Reference, backend: ProbeBackend) -> None:
+    """The slot table is updated again and again, and nobody synchronises between the updates."""
+    with Run(ref, slots=20, backend=backend) as run:
+        run.steps(3)
+        for expert in (5, 6, 7):
+            run.engine.table.apply([(layer, expert, 1 + expert) for layer in range(run.engine.config.n_layers)])
+        assert run.table()[:, 5:8].tolist() == [[6, 7, 8]] * run.engine.config.n_layers
+
+
+def a_copy_fails(ref: Reference, backend: ProbeBackend) -> None:
+    """The first of two experts is on its way when the copy of the second fails; the next fetch follows at once."""
+    with Run(ref, slots=20, backend=backend) as run:
+        run.steps(3)
+        outer, seen, stream = backend.hook, 0, run.engine.stream
+        cache, arena, fetch = run.engine.cache, run.engine.arena, run.engine._fetcher.fetch
+
+        def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
+            nonlocal seen
+            seen += "expert.copy" in args
+            if seen == 2:
+                raise out_of_memory()
+            return call() if outer is None else outer(name, args, call)
+
+        absent = [e for e in range(run.engine.config.n_experts) if not cache.slot_of(0, e)]
+        cache.begin_epoch()
         backend.hook = hook
-        backend.inner.synchronize_event(done)
-        backend.inner.destroy_event(done)
+        with pytest.raises(CudaError):
+            fetch(0, absent[:2], stream, count=False)
+        backend.hook = outer
+        fetch(0, absent[2:3], stream, count=False)
+        backend.inner.synchronize(stream)
+        for expert in absent[:1], absent[2:3]:
+            bytes_read = np.empty(arena.layout.nbytes, np.uint8)
+            run.engine._source.read_expert(0, expert[0], bytes_read)
+            on_device = backend.inner.memory.bytes(arena.slot_ptr(cache.slot_of(0, expert[0])), arena.layout.nbytes)
+            assert np.array_equal(on_device, bytes_read)
 
 
-class InterruptOverFault:
-    """A hook that leaves a faulty operation on a stream and interrupts the step; other calls go on to `inner`."""
+class InterruptAt:
+    """A hook that interrupts the launch `label`, and with `drains` every synchronise of the clean-up after it.
 
-    def __init__(self, run: Run, where: str, inner: Hook | None) -> None:
-        self.run = run
+    `first` is called just before. Other calls go on to `inner`.
+    """
+
+    def __init__(self, label: str, inner: Hook | None, *, drains: bool = False, first: Call = lambda: None) -> None:
+        self.label = label
         self.inner = inner
-        self.stream = run.engine.stream if where == "compute" else run.engine.fork.side
-        self.label = "head" if where == "compute" else run.engine.layers[3].shared[-1].label
+        self.drains = drains
+        self.first = first
+        self.hit = False
 
     def __call__(self, name: str, args: tuple[Any, ...], call: Call) -> Any:
-        if name == "launch" and args[0].label == self.label:
-            self.run.backend.fill(0x1230, 0, 4, self.stream, "planted")
+        if self.hit and self.drains and name == "synchronize":
+            raise KeyboardInterrupt
+        if not self.hit and name == "launch" and args[0].label == self.label:
+            self.hit = True
+            self.first()
             raise KeyboardInterrupt
         return call() if self.inner is None else self.inner(name, args, call)
 
 
+def interrupted_in_the_clean_up_too(ref: Reference, backend: ProbeBackend) -> None:
+    """Nothing was drained. Another sequence is stepped next, then the one that was interrupted: both are right."""
+    with Run(ref, slots=20, mode="eager", backend=backend) as run, run.engine.new_sequence() as other:
+        run.step(other)
+        run.steps(9)
+        outer = backend.hook
+        backend.hook = InterruptAt("L00.attn_score", outer, drains=True)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        backend.hook = outer
+        run.step(other)
+        run.step()
+
+
+def left_in_flight(backend: ProbeBackend, stream: Stream) -> Call:
+    """Marks what is on a stream now; the result waits for it to complete, whatever has become of the stream."""
+    mark = backend.inner.create_event("what is in flight")
+    backend.inner.record(mark, stream)
+
+    def complete() -> None:
+        backend.inner.synchronize_event(mark)
+        backend.inner.destroy_event(mark)
+
+    return complete
+
+
+def closed_with_work_in_flight(ref: Reference, backend: ProbeBackend) -> None:
+    """What is freed at close is still in use by work on both streams, which nobody has drained."""
+    with Run(ref, slots=16, mode="eager", backend=backend) as run:
+        run.steps(2)
+        outer = backend.hook
+        backend.hook = InterruptAt("L03.router", outer, drains=True)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        backend.hook = outer
+        complete = [left_in_flight(backend, stream) for stream in (run.engine.stream, run.engine.fork.side)]
+        run.engine.close()
+        for call in complete:
+            call()
+
+
+def opened_in_vain(ref: Reference, backend: ProbeBackend) -> None:
+    """The last allocation of an engine fails; work enqueued before may use what is freed now."""
+    outer, complete = backend.hook, []
+    streams: list[Stream] = []
+
+    def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
+        if name == "alloc_pinned" and args[0] == "logits image":
+            complete.append(left_in_flight(backend, streams[0]))
+            raise out_of_memory()
+        result = call() if outer is None else outer(name, args, call)
+        if name == "create_stream":
+            streams.append(result)
+        return result
+
+    backend.hook = hook
+    with pytest.raises(CudaError, match="planted"):
+        Run(ref, slots=16, backend=backend)
+    backend.hook = outer
+    complete[0]()
+
+
+def opened_with_a_fault(ref: Reference, backend: ProbeBackend) -> None:
+    """Work of loading that faults late is reported when the engine is opened."""
+    outer = backend.hook
+    streams: list[Stream] = []
+
+    def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
+        if name == "alloc_pinned" and args[0] == "logits image":
+            backend.inner.fill(0x1230, 0, 4, streams[0], "planted")
+        result = call() if outer is None else outer(name, args, call)
+        if name == "create_stream":
+            streams.append(result)
+        return result
+
+    backend.hook = hook
+    raised = False
+    try:
+        Run(ref, slots=16, backend=backend)
+    except CudaError:
+        raised = True
+    backend.hook = outer
+    assert raised
+
+
 def failed_with_a_fault_pending(ref: Reference, backend: ProbeBackend) -> None:
     """An interrupted step drains both streams, so that a fault on either is known before the next token."""
-    for where in ("compute", "side"):
+    for label, on_side in (("head", False), ("L03.router", True)):
         with Run(ref, slots=20, mode="eager", backend=(lost := ProbeBackend("lazy", backend.hook))) as run:
             run.steps(2)
-            lost.hook = InterruptOverFault(run, where, backend.hook)
+            stream = run.engine.fork.side if on_side else run.engine.stream
+            fault = partial(lost.inner.fill, 0x1230, 0, 4, stream, "planted")
+            lost.hook = InterruptAt(label, backend.hook, first=fault)
             with pytest.raises(KeyboardInterrupt):
                 run.step()
             assert run.engine._closed_because is not None
@@ -123,11 +255,16 @@ SCENARIOS: tuple[Scenario, ...] = (
     step_graph,
     eager,
     fetched_ahead,
+    told_often,
+    a_copy_fails,
+    interrupted_in_the_clean_up_too,
     closed_with_work_in_flight,
+    opened_in_vain,
+    opened_with_a_fault,
+    failed_with_a_fault_pending,
     host_route,
     checked_route,
     traced,
-    failed_with_a_fault_pending,
 )
 
 

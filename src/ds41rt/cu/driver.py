@@ -193,13 +193,14 @@ class DriverBackend:
         return Stream(int(raw))
 
     def destroy_stream(self, stream: Stream) -> None:
+        """Also ends and drops a capture that the stream began: nobody could end it afterwards."""
         state = self._stream("cuStreamDestroy", stream)
+        if state.capture is not None and state is state.capture.streams[0]:
+            self._abort(state)
         self._call("cuStreamDestroy", state.raw, stream=state)
         del self._streams[stream]
         if state.capture is not None:
             state.capture.streams.remove(state)
-            if not state.capture.streams:
-                self._forget_capture(state.capture)
 
     def synchronize(self, stream: Stream) -> None:
         state = self._stream("cuStreamSynchronize", stream)
