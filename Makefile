@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PTX_READY := $(VENV)/.ready-ptx
+# The interpreter for test-gpu; another one than ours must have the packages already.
+GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test test-long check clean
+.PHONY: demo test test-long test-gpu check ptx ptx-check clean
 
 # The main job: make a tiny checkpoint, decode it eagerly and with graph segments, compare bit for bit.
 demo: $(READY)
@@ -22,6 +25,22 @@ check: $(READY)
 # Everything, the tests that take minutes included (some need a C compiler).
 test-long: $(READY)
 	$(BIN)/pytest -m "long or not long"
+
+# Everything on a real GPU; a machine without one fails here instead of skipping.
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
+	DS41RT_REQUIRE_GPU=1 $(GPU_PYTHON) -m pytest --backend cuda
+
+# Compile the kernels to the PTX that is committed and shipped; no GPU needed.
+ptx: $(PTX_READY)
+	$(BIN)/python tools/build_ptx.py
+
+# Rebuild and compare byte for byte, compare entries with declarations, assemble for every target.
+ptx-check: $(PTX_READY)
+	$(BIN)/python tools/build_ptx.py --check
+
+$(PTX_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,ptx]'
+	touch $(PTX_READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("ds41rt needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2]) if sys.version_info < (3, 11) else None'

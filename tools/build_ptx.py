@@ -34,6 +34,9 @@ PTXAS_WHEEL = "nvidia-cuda-nvcc-cu12"
 # Unfused multiply and add, IEEE division and square root: a result must not depend on the compiler's mood.
 OPTIONS = ("--fmad=false", "--std=c++17")
 ASSEMBLE_FOR = ("sm_80", "sm_90", "sm_100", "sm_120", "sm_121")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)")
+_PARAMETER = re.compile(r"(?:const\s+)?(?:unsigned\s+)?\w+\s*\*?\s*(?:__restrict__\s+)?(\w*)")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -218,6 +221,20 @@ def signature_problems(specs: Iterable[KernelSpec], entries: dict[str, tuple[str
     return problems
 
 
+def source_problems(specs: Iterable[KernelSpec], source: str) -> list[str]:
+    """Kernels of a source whose parameters are not named as declared: PTX would not show two swapped pointers."""
+    problems = []
+    declared = {entry_name(spec): [p.name for p in spec.params] for spec in specs}
+    for name, params in _KERNEL.findall(_COMMENT.sub(" ", source)):
+        found = [_PARAMETER.fullmatch(param.strip()) for param in params.split(",")]
+        names = [match[1] if match else "?" for match in found]
+        want = declared.get(name, [])
+        # A parameter that a kernel does not use may have no name.
+        if len(names) != len(want) or any(n not in ("", w) for n, w in zip(names, want, strict=True)):
+            problems.append(f"kernel {name} takes ({', '.join(names)}), its declaration has ({', '.join(want)})")
+    return problems
+
+
 def find_ptxas() -> tuple[Path, list[str]]:
     """The assembler (the wheel's before the one on PATH) and those of `ASSEMBLE_FOR` that it knows."""
     try:
@@ -272,6 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = build()
         entries = {e: t for n, text in files.items() if n.endswith(".ptx") for e, t in parse_entries(text).items()}
         problems = signature_problems(SPECS, entries)
+        for source in sorted(PTX.glob("src*/*.cu")):
+            problems += source_problems(SPECS, source.read_text(encoding="utf-8"))
         if args.check:
             problems += differences(PTX, files) + assemble(files)
         else:

@@ -6,9 +6,8 @@
 #include "reduce.cuh"
 #include "tile.cuh"
 
-constexpr u32 RUN = 8;                // consecutive values a thread handles at a time
-constexpr u32 RUNS_IN_FLIGHT = 4;     // loads that a thread issues before it uses the first
-constexpr u32 PASS = BLOCK * RUN;     // values that the block covers with one run a thread
+constexpr u32 RUN = 8;             // consecutive values a thread handles at a time
+constexpr u32 PASS = BLOCK * RUN;  // values that the block covers with one run a thread
 
 __device__ __forceinline__ void unpack_bf16(uint4 raw, float (&v)[RUN]) {
     u32 pairs[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -64,17 +63,18 @@ struct FitF16 {
 // the raw form of eight values, `decode(raw, k, v)` their floats; the two are apart so that several reads are in flight.
 template <class F, class Quantiser, class Raw, class Read, class Decode>
 __device__ __forceinline__ void fill_quantised(const Activations& x, u32 k, u32 steps, Read read, Decode decode) {
+    constexpr u32 RUNS = 64 / sizeof(Raw);  // reads that a thread issues before it uses the first
     u32 padded = steps * F::K_STEP;
     // Whole warps stay in the loop together: a group of 32 is spread over four lanes.
-    for (u32 base = threadIdx.x / 32 * 32 * RUN; base < padded; base += RUNS_IN_FLIGHT * PASS) {
-        Raw raw[RUNS_IN_FLIGHT];
+    for (u32 base = threadIdx.x / 32 * 32 * RUN; base < padded; base += RUNS * PASS) {
+        Raw raw[RUNS];
 #pragma unroll
-        for (u32 i = 0; i < RUNS_IN_FLIGHT; i++) {
+        for (u32 i = 0; i < RUNS; i++) {
             u32 at = base + i * PASS + threadIdx.x % 32 * RUN;
             if (at < k) raw[i] = read(at);
         }
 #pragma unroll
-        for (u32 i = 0; i < RUNS_IN_FLIGHT; i++) {
+        for (u32 i = 0; i < RUNS; i++) {
             u32 at = base + i * PASS + threadIdx.x % 32 * RUN;
             if (base + i * PASS >= padded) break;
             float v[RUN] = {};

@@ -9,6 +9,8 @@ typedef unsigned long long u64;
 
 constexpr u32 FULL_WARP = 0xFFFFFFFFu;
 
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
 // Two floats as bf16, to nearest even, `low` in the low half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;

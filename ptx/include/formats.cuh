@@ -6,6 +6,7 @@
 #pragma once
 
 #include "fp4.cuh"
+#include "mma.cuh"
 
 constexpr float E4M3_UNIT = 0x1p8f;
 constexpr float E2M1_UNIT = 0x1p14f;
@@ -17,21 +18,20 @@ __device__ __forceinline__ void decode_e4m3(u32 codes, u32& even, u32& odd) {
 }
 
 // Eight e2m1 codes -> the f16 pairs of codes (0, 4), (1, 5), (2, 6), (3, 7), each divided by E2M1_UNIT. The upper byte
-// of such an f16 holds all of it, so four codes are placed at once before the bytes part.
+// of such an f16 holds all of it, so four codes are placed at once before the bytes part. Half of the lower bytes are
+// moved up by arithmetic: it has units of its own, and those for logic are the bottleneck of an FP4 product.
 __device__ __forceinline__ void decode_e2m1(u32 codes, u32 (&pairs)[4]) {
     u32 even = ((codes << 4) & 0x80808080u) | ((codes << 1) & 0x0E0E0E0Eu);
     u32 odd = (codes & 0x80808080u) | ((codes >> 3) & 0x0E0E0E0Eu);
-    pairs[0] = __byte_perm(even, 0u, 0x2404u);
-    pairs[1] = __byte_perm(odd, 0u, 0x2404u);
     pairs[2] = even & 0xFF00FF00u;
     pairs[3] = odd & 0xFF00FF00u;
+    pairs[0] = __byte_perm(even, 0u, 0x2404u);
+    pairs[1] = multiply_add(pairs[3], 0u - 256u, odd * 256u);
 }
 
-// The power of two of an e8m0 byte. 255 (NaN, in no checkpoint) comes out as infinity.
-__device__ __forceinline__ float e8m0(u32 byte) {
-    u32 bits = byte << 23;
-    return __uint_as_float(bits > 0x00400000u ? bits : 0x00400000u);
-}
+// The power of two of an e8m0 byte. Two bytes that no checkpoint has come out otherwise: 255 (NaN) as infinity, and 0
+// (2^-127) as zero, which is as much as a block with that scale can add to a sum.
+__device__ __forceinline__ float e8m0(u32 byte) { return __uint_as_float(byte << 23); }
 
 // The value of an e4m3 code, NaN included.
 __device__ __forceinline__ float e4m3(u32 code) {

@@ -6,8 +6,10 @@
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 
-// The e2m1 value next to x, ties to the even code, clamped to +-6; the sign of zero is kept. NaN has no code.
+// The e2m1 value next to x, ties to the even code, clamped to +-6; the sign of zero is kept. NaN
+// has no code; it gives 0, which a group's infinite scale turns into NaN again.
 __device__ __forceinline__ float round_e2m1(float x) {
+    if (x != x) return 0.0f;
     float a = fminf(fabsf(x), 6.0f);
     float step = a < 2.0f ? 0.5f : a < 4.0f ? 1.0f : 2.0f;
     return copysignf(rintf(a / step) * step, x);

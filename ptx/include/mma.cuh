@@ -1,5 +1,5 @@
 // The instructions that the matrix kernels are made of: tensor core product, asynchronous copies into shared memory,
-// loads from it. One instruction a function; what they are used for stands in tile.cuh.
+// loads from it, integer multiply-add. One instruction a function; what they are used for stands in tile.cuh.
 #pragma once
 
 #include "device.cuh"
@@ -16,6 +16,13 @@ __device__ __forceinline__ void mma_f16(float (&acc)[4], u32 a0, u32 a1, u32 a2,
 __device__ __forceinline__ u32 pack_f16(float low, float high) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// a * b + c, as an instruction of its own even where b is a power of two.
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 
@@ -74,9 +81,9 @@ __device__ __forceinline__ void load_shared8_where(bool on, u32 (&r)[2], u32 fro
                  : "memory");
 }
 
-__device__ __forceinline__ u32 load_shared_u16(u32 from) {
-    u16 r;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(from) : "memory");
+__device__ __forceinline__ u32 load_shared_u8(u32 from) {
+    u32 r;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(from) : "memory");
     return r;
 }
 

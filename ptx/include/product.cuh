@@ -16,7 +16,7 @@ template <class F>
 struct SharedLayout {
     static constexpr u32 SCALES = WARPS * RING * SLOT_NBYTES;
     static constexpr u32 PARTIAL = SCALES + WARPS * RING * F::SCALES_NBYTES;
-    static constexpr u32 VALUES = PARTIAL + 2 * WARPS * ROWS * 4;
+    static constexpr u32 VALUES = PARTIAL + 2 * WARPS * F::ROWS * 4;
 
     __device__ static __forceinline__ u8* base() { return reinterpret_cast<u8*>(shared_memory); }
     __device__ static __forceinline__ float* partial() { return reinterpret_cast<float*>(base() + PARTIAL); }
@@ -27,17 +27,19 @@ struct SharedLayout {
 
 // What a kernel multiplies, MATRICES of the same shape at a time (tile n of all of them goes to the same warps' group):
 //   u32 row_nbytes()                            bytes of a matrix row
-//   u32 sets()                                  matrices with activations of their own: block-wide work, one after another
+//   bool MANY_SETS, u32 sets()                  matrices with activations of their own: block-wide work, one after another
 //   u32 tiles()                                 tiles of a set (and matrix)
 //   Tile tile(u32 set, u32 tile, u32 matrix)
 //   void load(Activations, u32 steps, u32 set)  activations of a set, by the whole block, no barrier needed at the end
-//   void finish(u32 set, u32 tile, u32 lane, float y)   by one warp; lane 16 m + r has row r of matrix m, and lanes from
-//                                                       16 * MATRICES on have nothing that is new
+//   void finish(u32 set, u32 tile, u32 lane, float y)   by one warp; lane ROWS * m + r has row r of matrix m, and lanes
+//                                                       from ROWS * MATRICES on have nothing that is new
 // Base of such a description, for the usual case.
 template <class Format, u32 N = 1>
 struct Product {
     using F = Format;
+    static constexpr u32 ROWS = F::ROWS;
     static constexpr u32 MATRICES = N;
+    static constexpr bool MANY_SETS = false;
     __device__ __forceinline__ u32 sets() const { return 1; }
 };
 
@@ -47,8 +49,10 @@ struct TilesOfWarp {
     P product;
     u32 chunks, tiles, group, matrix;
 
-    __device__ __forceinline__ u32 set(u32 unit) const { return unit / chunks; }
-    __device__ __forceinline__ u32 number(u32 unit) const { return unit % chunks * tiles + group; }
+    __device__ __forceinline__ u32 set(u32 unit) const { return P::MANY_SETS ? unit / chunks : 0; }
+    __device__ __forceinline__ u32 number(u32 unit) const {
+        return (P::MANY_SETS ? unit % chunks : unit) * tiles + group;
+    }
     __device__ __forceinline__ bool tile(u32 unit, Tile& out) const {
         u32 n = number(unit);
         if (n >= product.tiles()) return false;
@@ -63,11 +67,12 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
     using F = typename P::F;
     using Layout = SharedLayout<F>;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Split split = split_product(product.row_nbytes(), P::MATRICES, product.sets(), product.tiles());
+    Split split = split_product(product.row_nbytes(), F::STEP_NBYTES, P::MATRICES, product.sets(), product.tiles());
     u32 team = P::MATRICES << split.parts_log2;  // warps of a tile
     u32 member = warp & (team - 1), group = warp / team;
-    Units units = units_of_block(split.units, block, blocks);
-    if (units.begin == units.end) return;
+    Units units = {block, split.units, blocks};
+    if (P::MANY_SETS) units = consecutive_units(split.units, block, blocks);
+    if (units.begin >= units.end) return;
 
     TilesOfWarp<P> source{product, split.chunks, split.tiles, group, member >> split.parts_log2};
     u32 slots = shared_address(Layout::base()) + warp * (RING * SLOT_NBYTES);
@@ -79,8 +84,8 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
     format.init();
     Activations x = Layout::activations(split.steps);
     float* partial = Layout::partial();
-    u32 loaded = NOTHING_LOADED;
-    for (u32 unit = units.begin; unit < units.end; unit++) {
+    u32 loaded = NOTHING_LOADED, turn = 0;
+    for (u32 unit = units.begin; unit < units.end; unit += units.stride) {
         u32 set = source.set(unit), number = source.number(unit);
         if (set != loaded) {
             if (loaded != NOTHING_LOADED) __syncthreads();
@@ -97,15 +102,7 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
             ring.release();
         }
 
-        float low = acc[0] + acc[1], high = acc[2] + acc[3];
-        low += __shfl_xor_sync(FULL_WARP, low, 1);
-        high += __shfl_xor_sync(FULL_WARP, high, 1);
-        low += __shfl_xor_sync(FULL_WARP, low, 2);
-        high += __shfl_xor_sync(FULL_WARP, high, 2);
-        if (lane_in_group() == 0) {
-            partial[warp * ROWS + lane_group()] = low;
-            partial[warp * ROWS + lane_group() + 8] = high;
-        }
+        F::store_sums(partial + warp * F::ROWS, acc);
         // One meeting a tile is enough: the other set of sums is written next, and whoever finishes this tile comes to
         // the next meeting only afterwards. The warps of a team take turns.
         if (team == 1) {
@@ -113,14 +110,14 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
         } else {
             named_barrier(1 + group, 32 * team);
         }
-        if (member == ((unit - units.begin) & (team - 1))) {
-            u32 matrix = lane / ROWS % P::MATRICES;
-            const float* sums = partial + ((group * P::MATRICES + matrix) << split.parts_log2) * ROWS + lane % ROWS;
+        if (member == (turn++ & (team - 1))) {
+            u32 matrix = lane / F::ROWS % P::MATRICES;
+            const float* sums = partial + ((group * P::MATRICES + matrix) << split.parts_log2) * F::ROWS + lane % F::ROWS;
             float y = sums[0];
-            for (u32 i = 1; i < split.parts; i++) y += sums[i * ROWS];
+            for (u32 i = 1; i < split.parts; i++) y += sums[i * F::ROWS];
             product.finish(set, number, lane, y);
         }
-        partial = Layout::partial() + (partial == Layout::partial() ? WARPS * ROWS : 0);
+        partial = Layout::partial() + (partial == Layout::partial() ? WARPS * F::ROWS : 0);
     }
     wait_copies<0>();
 }

@@ -1,8 +1,9 @@
 // The stream of weights: every warp copies its own share of its tiles into a ring of its own and reads it back.
 //
-// A step is 16 rows x 128 bytes. With g = lane / 4 and t = lane % 4 a lane copies, of rows g and g+8, the 16-byte chunks
-// t and t+4: exactly the bytes that it feeds to the tensor core later. So no barrier guards the weights, only the scale
-// bytes (copied by some lanes, read by others) need the warp to agree. Copies run RING steps ahead and across tiles.
+// A step is 16 rows x 128 bytes or 8 rows x 256 bytes, as the format says. With g = lane / 4 and t = lane % 4 a lane
+// copies of row g the 16-byte chunks t and t+4, and the same of row g+8 or, with 8 rows, of row g 128 bytes further:
+// exactly the bytes that it feeds to the tensor core later. So no barrier guards the weights, only the scale bytes
+// (copied by some lanes, read by others) need the warp to agree. Copies run RING steps ahead and across tiles.
 #pragma once
 
 #include "formats.cuh"
@@ -11,13 +12,11 @@
 constexpr u32 WARPS = 8;
 constexpr u32 BLOCK = 32 * WARPS;
 constexpr u32 RING = 4;
-constexpr u32 ROWS = 16;
 constexpr u32 NOMINAL_BLOCKS = 128;  // a power of two near the number of multiprocessors of a large device
-constexpr u32 STEP_NBYTES = 128;
 constexpr u32 CHUNKS_NBYTES = 32 * 16;  // one chunk of every lane
 constexpr u32 SLOT_NBYTES = 4 * CHUNKS_NBYTES;
 
-// Sixteen rows of a matrix: row numbers `first` and up; those from `end` on do not exist.
+// Some rows of a matrix: row numbers `first` and up; those from `end` on do not exist.
 struct Tile {
     const u8* weight;
     const u8* scale;
@@ -32,14 +31,14 @@ struct Split {
 
 // `set_tiles` tiles in each of `sets` sets. Of the powers of two the number of parts that ends first on a device of
 // nominal size, every warp taking as many steps as the longest run; of equals the largest.
-__device__ __forceinline__ Split split_product(u32 row_nbytes, u32 matrices, u32 sets, u32 set_tiles) {
+__device__ __forceinline__ Split split_product(u32 row_nbytes, u32 step_nbytes, u32 matrices, u32 sets, u32 set_tiles) {
     Split best = {};
     u32 best_steps = 0xFFFFFFFFu;
 #pragma unroll
     for (u32 parts_log2 = 0; (matrices << parts_log2) <= WARPS; parts_log2++) {
         Split s;
         s.row_nbytes = row_nbytes;
-        s.steps = (row_nbytes + STEP_NBYTES - 1) / STEP_NBYTES;
+        s.steps = (row_nbytes + step_nbytes - 1) / step_nbytes;
         s.parts_log2 = parts_log2;
         s.parts = 1u << parts_log2;
         s.tiles = WARPS / matrices >> parts_log2;
@@ -55,15 +54,16 @@ __device__ __forceinline__ Split split_product(u32 row_nbytes, u32 matrices, u32
     return best;
 }
 
-// The consecutive units of work that a block does.
+// The units of work that a block does.
 struct Units {
-    u32 begin, end;
+    u32 begin, end, stride;
 };
 
-__device__ __forceinline__ Units units_of_block(u32 units, u32 block, u32 blocks) {
+// Consecutive units, as many as any other block or one more: for work whose order matters.
+__device__ __forceinline__ Units consecutive_units(u32 units, u32 block, u32 blocks) {
     u32 each = units / blocks, extra = units % blocks;
     u32 begin = block * each + (block < extra ? block : extra);
-    return {begin, begin + each + (block < extra ? 1u : 0u)};
+    return {begin, begin + each + (block < extra ? 1u : 0u), 1};
 }
 
 // One warp's ring. F is the format (tile.cuh); `Source` gives a unit's tile: `bool tile(u32 unit, Tile&)`, false where
@@ -75,11 +75,10 @@ class Ring {
     __device__ __forceinline__ void start(const Source& source, Split split, u32 part, Units units, u32 slots, u32 scales) {
         source_ = source;
         row_nbytes_ = split.row_nbytes;
-        whole_ = split.row_nbytes % STEP_NBYTES == 0;
+        whole_ = split.row_nbytes % F::STEP_NBYTES == 0;
         first_step_ = part * split.steps >> split.parts_log2;
         last_step_ = (part + 1) * split.steps >> split.parts_log2;
-        unit_ = units.begin;
-        end_ = units.end;
+        units_ = units;
         slots_ = slots;
         scales_ = scales;
         fill_ = 0;
@@ -112,21 +111,21 @@ class Ring {
     // Finds the next unit in which this warp has a tile and points at its first step.
     __device__ __forceinline__ void open_tile() {
         Tile tile;
-        while (unit_ < end_ && !source_.tile(unit_, tile)) unit_++;
-        if (unit_ >= end_) return;
-        u32 lane = threadIdx.x % 32, offset = first_step_ * STEP_NBYTES + lane % 4 * 16;
-        u32 low = tile.first + lane / 4, high = low + ROWS / 2;
+        while (units_.begin < units_.end && !source_.tile(units_.begin, tile)) units_.begin += units_.stride;
+        if (units_.begin >= units_.end) return;
+        u32 lane = threadIdx.x % 32, offset = first_step_ * F::STEP_NBYTES + lane % 4 * 16;
+        u32 low = tile.first + lane / 4, high = low + F::HIGH_ROW;
         // Rows past the end are copied from the last one and their results dropped.
         low = low < tile.end ? low : tile.end - 1;
         high = high < tile.end ? high : tile.end - 1;
         low_ = tile.weight + static_cast<u64>(low) * row_nbytes_ + offset;
-        high_ = tile.weight + static_cast<u64>(high) * row_nbytes_ + offset;
+        high_ = tile.weight + static_cast<u64>(high) * row_nbytes_ + offset + F::HIGH_NBYTES;
         scale_ = F::scale_pointer(tile, row_nbytes_, first_step_);
         step_ = first_step_;
     }
 
     __device__ __forceinline__ void fetch() {
-        if (unit_ < end_) {
+        if (units_.begin < units_.end) {
             u32 to = slots_ + fill_ * SLOT_NBYTES + threadIdx.x % 32 * 16;
             u32 scales_to = scales_ + fill_ * F::SCALES_NBYTES;
             if (whole_) {
@@ -136,18 +135,18 @@ class Ring {
                 copy16(to + 3 * CHUNKS_NBYTES, high_ + 64);
                 F::copy_scales(scales_to, scale_);
             } else {
-                u32 at = step_ * STEP_NBYTES + threadIdx.x % 4 * 16;
+                u32 at = step_ * F::STEP_NBYTES + threadIdx.x % 4 * 16;
                 copy_padded(to, low_, at);
                 copy_padded(to + CHUNKS_NBYTES, low_ + 64, at + 64);
-                copy_padded(to + 2 * CHUNKS_NBYTES, high_, at);
-                copy_padded(to + 3 * CHUNKS_NBYTES, high_ + 64, at + 64);
+                copy_padded(to + 2 * CHUNKS_NBYTES, high_, at + F::HIGH_NBYTES);
+                copy_padded(to + 3 * CHUNKS_NBYTES, high_ + 64, at + F::HIGH_NBYTES + 64);
                 F::store_scales(scales_to, scale_, step_, row_nbytes_);
             }
-            low_ += STEP_NBYTES;
-            high_ += STEP_NBYTES;
+            low_ += F::STEP_NBYTES;
+            high_ += F::STEP_NBYTES;
             scale_ += F::SCALES_A_ROW;
             if (++step_ == last_step_) {
-                unit_++;
+                units_.begin += units_.stride;
                 open_tile();
             }
         }
@@ -158,13 +157,13 @@ class Ring {
     // Rows are multiples of 16 bytes: a chunk lies inside its row or outside.
     __device__ __forceinline__ void copy_padded(u32 to, const u8* from, u32 at) const {
         bool inside = at < row_nbytes_;
-        copy16_padded(to, inside ? from : from - at % STEP_NBYTES, inside ? 16u : 0u);
+        copy16_padded(to, inside ? from : from - at % F::STEP_NBYTES, inside ? 16u : 0u);
     }
 
     Source source_;
     const u8 *low_, *high_, *scale_;
     u32 row_nbytes_, first_step_, last_step_, step_;
-    u32 unit_, end_;
+    Units units_;  // those not copied yet
     u32 slots_, scales_, fill_, drain_;
     bool whole_;
 };

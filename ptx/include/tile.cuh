@@ -1,6 +1,6 @@
 // One step of weights against the activations on the tensor core, for the three weight formats.
 //
-// The weights are the 16x16 operand: rows are matrix rows. The order of K inside a step is free as long as both operands
+// The weights are the 16x16 operand: its rows are matrix rows. The order of K inside a step is free as long as both operands
 // agree, so a lane's four 4-byte words are taken as they lie. The activations are the 16x8 operand, *block-diagonal*:
 // column n is zero except where the rows belong to K block n. One accumulator tile therefore holds up to eight separate
 // dots over 32 values, which are scaled one by one: acc += dot * act scale * weight scale.
@@ -17,12 +17,35 @@ struct Activations {
     float* scales;
 };
 
+__device__ __forceinline__ u32 word_of(uint4 x, u32 i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
 __device__ __forceinline__ u32 lane_group() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ u32 lane_in_group() { return threadIdx.x % 4; }
 
+__device__ __forceinline__ float sum_of_four_lanes(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// Sixteen rows x 128 bytes: the lanes' second halves are those of rows g+8.
+struct SixteenRows {
+    static constexpr u32 ROWS = 16;
+    static constexpr u32 STEP_NBYTES = 128;
+    static constexpr u32 HIGH_ROW = 8;
+    static constexpr u32 HIGH_NBYTES = 0;
+
+    // Adds up the columns of a warp's accumulators, one sum a row.
+    __device__ static __forceinline__ void store_sums(float* sums, const float (&acc)[4]) {
+        float low = sum_of_four_lanes(acc[0] + acc[1]), high = sum_of_four_lanes(acc[2] + acc[3]);
+        if (lane_in_group() != 0) return;
+        sums[lane_group()] = low;
+        sums[lane_group() + 8] = high;
+    }
+};
+
 // e4m3 codes, a scale byte per 32x32 tile. A step is 128 K: blocks 0, 1 are the lanes' first chunks (lanes t = 0, 1 and
 // t = 2, 3), blocks 2, 3 their second ones. Words 0, 2 of a chunk go to columns 0-3, words 1, 3 to columns 4-7.
-struct Fp8 {
+struct Fp8 : SixteenRows {
     static constexpr u32 K_STEP = 128;
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;  // of activations, a step
     static constexpr u32 SCALES_A_ROW = K_STEP / 32;
@@ -49,22 +72,20 @@ struct Fp8 {
         float dots[2][4] = {};
 #pragma unroll
         for (u32 chunk = 0; chunk < 2; chunk++) {
-            uint4 low4 = load_shared16(slot + chunk * CHUNKS_NBYTES);
-            uint4 high4 = load_shared16(slot + (2 + chunk) * CHUNKS_NBYTES);
-            u32 low[4] = {low4.x, low4.y, low4.z, low4.w}, high[4] = {high4.x, high4.y, high4.z, high4.w};
+            uint4 low = load_shared16(slot + chunk * CHUNKS_NBYTES);
+            uint4 high = load_shared16(slot + (2 + chunk) * CHUNKS_NBYTES);
 #pragma unroll
             for (u32 word = 0; word < 4; word++) {
                 u32 a0, a1, a2, a3;
-                decode_e4m3(low[word], a0, a2);
-                decode_e4m3(high[word], a1, a3);
+                decode_e4m3(word_of(low, word), a0, a2);
+                decode_e4m3(word_of(high, word), a1, a3);
                 const u32(&b)[4] = x_[2 * chunk + word % 2];
                 mma_f16(dots[chunk], a0, a1, a2, a3, b[word / 2 * 2], b[word / 2 * 2 + 1]);
             }
         }
         u32 block = lane_in_group() % 2 * 2;
-        u32 bytes = load_shared_u16(scales + block);
+        float w0 = e8m0(load_shared_u8(scales + block)), w1 = e8m0(load_shared_u8(scales + block + 1));
         const float* act = x.scales + step * SCALES_A_ROW + block;
-        float w0 = e8m0(bytes & 0xFFu), w1 = e8m0(bytes >> 8);
         acc[0] += (dots[0][0] + dots[1][0]) * act[0] * w0;
         acc[1] += (dots[0][1] + dots[1][1]) * act[1] * w1;
         acc[2] += (dots[0][2] + dots[1][2]) * act[0] * w0;
@@ -93,14 +114,14 @@ struct Fp8 {
 };
 
 // e2m1 codes, a scale byte per row and 32. A step is 256 K: a chunk is one block, column n is block n.
-struct Fp4 {
+struct Fp4 : SixteenRows {
     static constexpr u32 K_STEP = 256;
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;
     static constexpr u32 SCALES_A_ROW = K_STEP / 32;
     static constexpr u32 SCALES_NBYTES = ROWS * SCALES_A_ROW;
     static constexpr float UNIT = E2M1_UNIT;
 
-    u32 x_[2][4][4];
+    u32 x_[2][2][4];
     u32 mine_, offset_;
 
     __device__ __forceinline__ void init() {
@@ -108,38 +129,41 @@ struct Fp4 {
         mine_ = g % 4 == lane_in_group() ? g / 4 : 2u;
         offset_ = g * 64;
 #pragma unroll
-        for (u32 i = 0; i < 32; i++) x_[i / 16][i / 4 % 4][i % 4] = 0;
+        for (u32 i = 0; i < 16; i++) x_[i / 8][i / 4 % 2][i % 4] = 0;
     }
 
     __device__ __forceinline__ void step(float (&acc)[4], u32 slot, u32 scales, const Activations& x, u32 step) {
         u32 from = shared_address(x.values) + step * VALUES_NBYTES + offset_;
-#pragma unroll
-        for (u32 i = 0; i < 8; i++) load_shared16_where(mine_ == i / 4, x_[i / 4][i % 4], from + i % 4 * 16);
         slot += threadIdx.x % 32 * 16;
-        float dots[2][4] = {};
+        uint4 low4[2], high4[2];
 #pragma unroll
         for (u32 chunk = 0; chunk < 2; chunk++) {
-            uint4 low4 = load_shared16(slot + chunk * CHUNKS_NBYTES);
-            uint4 high4 = load_shared16(slot + (2 + chunk) * CHUNKS_NBYTES);
-            u32 low[4] = {low4.x, low4.y, low4.z, low4.w}, high[4] = {high4.x, high4.y, high4.z, high4.w};
+            low4[chunk] = load_shared16(slot + chunk * CHUNKS_NBYTES);
+            high4[chunk] = load_shared16(slot + (2 + chunk) * CHUNKS_NBYTES);
+        }
+        float dots[2][4] = {};
 #pragma unroll
-            for (u32 word = 0; word < 4; word++) {
-                u32 l[4], h[4];
-                decode_e2m1(low[word], l);
-                decode_e2m1(high[word], h);
-                const u32(&b)[4] = x_[chunk][word];
+        for (u32 half = 0; half < 2; half++) {
+            // In halves, for want of registers.
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) load_shared16_where(mine_ == i % 2, x_[i % 2][i / 2], from + (2 * half + i / 2) * 16);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                u32 chunk = i % 2, l[4], h[4];
+                decode_e2m1(word_of(low4[chunk], 2 * half + i / 2), l);
+                decode_e2m1(word_of(high4[chunk], 2 * half + i / 2), h);
+                const u32(&b)[4] = x_[chunk][i / 2];
                 mma_f16(dots[chunk], l[0], h[0], l[1], h[1], b[0], b[1]);
                 mma_f16(dots[chunk], l[2], h[2], l[3], h[3], b[2], b[3]);
             }
         }
         u32 block = 2 * lane_in_group();
-        u32 low_bytes = load_shared_u16(scales + lane_group() * SCALES_A_ROW + block);
-        u32 high_bytes = load_shared_u16(scales + (lane_group() + 8) * SCALES_A_ROW + block);
+        u32 low_scales = scales + lane_group() * SCALES_A_ROW + block, high_scales = low_scales + 8 * SCALES_A_ROW;
         const float* act = x.scales + step * SCALES_A_ROW + block;
-        acc[0] += (dots[0][0] + dots[1][0]) * act[0] * e8m0(low_bytes & 0xFFu);
-        acc[1] += (dots[0][1] + dots[1][1]) * act[1] * e8m0(low_bytes >> 8);
-        acc[2] += (dots[0][2] + dots[1][2]) * act[0] * e8m0(high_bytes & 0xFFu);
-        acc[3] += (dots[0][3] + dots[1][3]) * act[1] * e8m0(high_bytes >> 8);
+        acc[0] += (dots[0][0] + dots[1][0]) * act[0] * e8m0(load_shared_u8(low_scales));
+        acc[1] += (dots[0][1] + dots[1][1]) * act[1] * e8m0(load_shared_u8(low_scales + 1));
+        acc[2] += (dots[0][2] + dots[1][2]) * act[0] * e8m0(load_shared_u8(high_scales));
+        acc[3] += (dots[0][3] + dots[1][3]) * act[1] * e8m0(load_shared_u8(high_scales + 1));
     }
 
     __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32 row_nbytes, u32 step) {
@@ -168,10 +192,16 @@ struct Fp4 {
     }
 };
 
-// bf16 weights without scales. A step is 64 K. Its four products go to columns of their own, so that the tensor core,
-// which does not round to nearest, adds sixteen products and no more; the rest is added in float32.
+// bf16 weights without scales. A step is 8 rows x 128 K, so that a matrix of few rows has work for more blocks: rows g+8
+// of the tensor core are the second half of the step's K, and so are columns 4-7. Of the accumulators only rows g in
+// columns 0-3 and rows g+8 in columns 4-7 mean anything. Each of the four products of a step has columns of its own: the
+// tensor core, which does not round to nearest, adds sixteen terms and no more; the rest is added in float32.
 struct Bf16 {
-    static constexpr u32 K_STEP = 64;
+    static constexpr u32 ROWS = 8;
+    static constexpr u32 STEP_NBYTES = 256;
+    static constexpr u32 HIGH_ROW = 0;
+    static constexpr u32 HIGH_NBYTES = 128;
+    static constexpr u32 K_STEP = 128;
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;
     static constexpr u32 SCALES_A_ROW = 0;
     static constexpr u32 SCALES_NBYTES = 0;
@@ -180,8 +210,8 @@ struct Bf16 {
     u32 mine_, offset_;
 
     __device__ __forceinline__ void init() {
-        mine_ = lane_group();
-        offset_ = mine_ / 2 * 64 + lane_in_group() * 16 + mine_ % 2 * 8;
+        mine_ = lane_group() % 4;
+        offset_ = lane_group() / 4 * HIGH_NBYTES + mine_ / 2 * 64 + lane_in_group() * 16 + mine_ % 2 * 8;
 #pragma unroll
         for (u32 i = 0; i < 8; i++) x_[i / 2][i % 2] = 0;
     }
@@ -201,6 +231,11 @@ struct Bf16 {
         }
 #pragma unroll
         for (u32 i = 0; i < 4; i++) acc[i] += dots[i];
+    }
+
+    __device__ static __forceinline__ void store_sums(float* sums, const float (&acc)[4]) {
+        float sum = sum_of_four_lanes(lane_in_group() < 2 ? acc[0] + acc[1] : acc[2] + acc[3]);
+        if (lane_in_group() == 0) sums[lane_group()] = sum;
     }
 
     __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32, u32) { return tile.weight; }

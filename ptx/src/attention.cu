@@ -8,7 +8,6 @@
 #include "rope.cuh"
 
 constexpr u32 BLOCK = 64;  // list entries that share a running maximum
-constexpr float MINUS_INF = -__builtin_huge_valf();
 
 // The list of one step. Entries outside it, and empty ones while the ring fills, have no row.
 struct List {
@@ -72,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * SCORE_WARPS) ds41_attn_score(
     u32 head_dim,
     u32 window,
     u32 topk) {
-    __shared__ float partial[SCORE_WARPS][SCORE_HEADS][SCORE_ENTRIES];
+    __shared__ float partial[SCORE_WARPS][SCORE_HEADS][SCORE_ENTRIES + 4];  // the 4 keep banks apart
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 first_head = blockIdx.y * SCORE_HEADS, first_entry = blockIdx.x * SCORE_ENTRIES;
     List list(ring_cell, comp_cell, sel, step, window, topk);
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32 * SCORE_WARPS) ds41_attn_score(
         if (first_head + h >= heads || entry >= entries) continue;
         float dot = partial[0][h][e];
         for (u32 w = 1; w < warps; w++) dot += partial[w][h][e];
-        scores[static_cast<size_t>(first_head + h) * entries + entry] = list.has_row(entry) ? dot * scale : MINUS_INF;
+        scores[static_cast<size_t>(first_head + h) * entries + entry] = list.has_row(entry) ? dot * scale : minus_infinity();
     }
 }
 
@@ -130,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(32 * SCORE_WARPS) ds41_attn_score(
 // depends on the maxima before it alone, so blocks are multiplied side by side and then added in list order.
 constexpr u32 VALUE_HEADS = 16, VALUE_DIMS = 32;
 constexpr u32 STEPS = BLOCK / 16;  // of 16 entries
+constexpr u32 VALUE_PITCH = VALUE_DIMS + 4;  // floats from head to head in shared memory: keeps banks apart
 
 // A lane's share of a block of 64 scores, for heads g and g + 8: entries 16 s + 4 t .. + 3. -inf behind the end.
 struct Scores {
@@ -148,14 +148,14 @@ struct Scores {
                     continue;
                 }
 #pragma unroll
-                for (u32 k = 0; k < 4; k++) x[i][s][k] = head[i] && first + k < entries ? head[i][first + k] : MINUS_INF;
+                for (u32 k = 0; k < 4; k++) x[i][s][k] = head[i] && first + k < entries ? head[i][first + k] : minus_infinity();
             }
         }
     }
 
     // The largest of the block's scores for head g + 8 i, the same in the four lanes that share it.
     __device__ __forceinline__ float max(u32 i) const {
-        float top = MINUS_INF;
+        float top = minus_infinity();
 #pragma unroll
         for (u32 s = 0; s < STEPS; s++) {
 #pragma unroll
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(512) ds41_attn_value(
     u32 rope_dim,
     u32 window,
     u32 topk) {
-    // Sizes follow value_shared_nbytes in kernels/attention.py.
+    // Its size is that of _value_geometry in kernels/attention.py.
     extern __shared__ __align__(16) u8 shared[];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     u32 entries = window + topk, blocks = (entries + BLOCK - 1) / BLOCK;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(512) ds41_attn_value(
     typedef float PerHead[VALUE_HEADS];
     PerHead* top = reinterpret_cast<PerHead*>(reinterpret_cast<const u16**>(shared) + warps * BLOCK);  // [blocks]
     PerHead* mass = top + blocks;                                                                       // [blocks]
-    typedef float Product[VALUE_HEADS][VALUE_DIMS];
+    typedef float Product[VALUE_HEADS][VALUE_PITCH];
     Product* product = reinterpret_cast<Product*>(mass + blocks);  // [blocks]
 
     u32 first_dim = blockIdx.x * VALUE_DIMS, first_head = blockIdx.y * VALUE_HEADS;
@@ -279,9 +279,9 @@ extern "C" __global__ void __launch_bounds__(512) ds41_attn_value(
             mma_bf16(acc[3], a0, a1, a2, a3, halves<true>(r[0].y, r[1].y), halves<true>(r[2].y, r[3].y));
         }
 #pragma unroll
-        for (u32 n = 0; n < 4; n++) {
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) product[b][g + 8 * (i / 2)][4 * (2 * t + i % 2) + n] = acc[n][i];
+        for (u32 i = 0; i < 4; i++) {
+            float* to = &product[b][g + 8 * (i / 2)][4 * (2 * t + i % 2)];
+            *reinterpret_cast<float4*>(to) = make_float4(acc[0][i], acc[1][i], acc[2][i], acc[3][i]);
         }
     }
     __syncthreads();

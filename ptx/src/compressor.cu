@@ -15,7 +15,7 @@ __device__ __forceinline__ float pooled(float kv0, float gate0, float kv1, float
     return e0 / sum * kv0 + e1 / sum * kv1;
 }
 
-// Norm, and rotation of the last rope_dim values, of the pair of bf16 values at position 2i of a row of n.
+// The pair of bf16 values at position 2i of a row of n, rotated if it is among the last rope_dim values.
 __device__ __forceinline__ u32 turned(u32 pair, u32 i, u32 n, const float* rope, u32 rope_dim) {
     if (2 * i + rope_dim < n) return pair;
     u32 k = i - (n - rope_dim) / 2;
@@ -23,7 +23,18 @@ __device__ __forceinline__ u32 turned(u32 pair, u32 i, u32 n, const float* rope,
     return pack_bf16(x.a, x.b);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) ds41_comp_row(
+__device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
+    const u32 *ap = &a.x, *bp = &b.x;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        even = fmaf(low_bf16(ap[k]), low_bf16(bp[k]), even);
+        odd = fmaf(high_bf16(ap[k]), high_bf16(bp[k]), odd);
+    }
+    return even + odd;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ds41_comp_row(
     const float* __restrict__ kv,
     const float* __restrict__ gate,  // null for ratio 1
     const u16* __restrict__ norm_w,
@@ -47,6 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_comp_row(
     __shared__ float scratch[THREADS / 32];
     u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     u32 position = step[0];
+    bool complete = ratio == 1 || position % 2 == 1;
+
+    // The key's weights are asked for long before they are needed, a line of 128 bytes a thread.
+    u32 lines = complete ? index_dim * head_dim * 2 / 128 : 0;
+    for (u32 i = tid; i < lines; i += THREADS) prefetch_l2(wk + static_cast<size_t>(i) * 64);
 
     // The pooled kv, as bf16 values.
     float sum[1] = {};
@@ -59,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_comp_row(
             float v = kv[d], w = gate[d];
             mine[d] = v;
             mine[head_dim + d] = w;
-            if (slot == 1) x[d] = round_bf16(pooled(other[d], other[head_dim + d], v, w));
+            if (complete) x[d] = round_bf16(pooled(other[d], other[head_dim + d], v, w));
         }
-        if (slot == 0) return;
+        if (!complete) return;
     } else {
         for (u32 d = tid; d < head_dim; d += THREADS) x[d] = kv[d];
     }
@@ -72,25 +88,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_comp_row(
     for (u32 d = tid; d < head_dim; d += THREADS) latent[d] = to_bf16(x[d] * inverse * from_bf16(norm_w[d]));
     __syncthreads();
 
-    // The key is made from the latent before its rotation. A warp takes rows in turn, a lane 8 values at a time.
+    // The key is made from the latent before its rotation. A warp takes ROWS rows at a time (index_dim is a multiple of
+    // 32), a lane 8 values of each.
+    constexpr u32 ROWS = 8;
     u32 runs = head_dim / 8;
-    for (u32 r = warp; r < index_dim; r += THREADS / 32) {
-        const uint4* row = reinterpret_cast<const uint4*>(wk + static_cast<size_t>(r) * head_dim);
-        float dot = 0.0f;
-#pragma unroll 2
+    for (u32 first = warp * ROWS; first < index_dim; first += THREADS / 32 * ROWS) {
+        const uint4* row = reinterpret_cast<const uint4*>(wk) + static_cast<size_t>(first) * runs;
+        float dot[ROWS] = {};
         for (u32 i = lane; i < runs; i += 32) {
-            uint4 w = row[i], v = reinterpret_cast<const uint4*>(latent)[i];
-            const u32 *wp = &w.x, *vp = &v.x;
-            float even = 0.0f, odd = 0.0f;
+            uint4 v = reinterpret_cast<const uint4*>(latent)[i], w[ROWS];
 #pragma unroll
-            for (u32 k = 0; k < 4; k++) {
-                even = fmaf(low_bf16(wp[k]), low_bf16(vp[k]), even);
-                odd = fmaf(high_bf16(wp[k]), high_bf16(vp[k]), odd);
-            }
-            dot += even + odd;
+            for (u32 r = 0; r < ROWS; r++) w[r] = row[r * runs + i];
+#pragma unroll
+            for (u32 r = 0; r < ROWS; r++) dot[r] += dot8(w[r], v);
         }
-        dot = warp_sum(dot);
-        if (lane == 0) dots[r] = round_bf16(dot);
+#pragma unroll
+        for (u32 r = 0; r < ROWS; r++) {
+            float sum = warp_sum(dot[r]);
+            if (lane == 0) dots[first + r] = round_bf16(sum);
+        }
     }
     __syncthreads();
     sum[0] = 0.0f;

@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) ds41_expert_gate_up(
 
 // A set is an expert: each has a vector of its own.
 struct ExpertDown : Product<Fp4> {
+    static constexpr bool MANY_SETS = true;
+
     const u16* t;
     const u64* ptrs;
     u16* out;

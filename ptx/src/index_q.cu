@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) ds41_index_q(
     u32 index_heads,
     u32 index_dim,
     u32 rope_dim) {
-    u32 omega_blocks = (index_heads + ROWS - 1) / ROWS;
+    u32 omega_blocks = (index_heads + IndexOmega::ROWS - 1) / IndexOmega::ROWS;
     omega_blocks = omega_blocks < gridDim.x ? omega_blocks : gridDim.x - 1;
     u32 workers = gridDim.x - omega_blocks;
     if (blockIdx.x < workers) {

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_index_score(
     u32 warps = gridDim.x * (THREADS / 32);
     for (u32 first = TILE * (blockIdx.x * (THREADS / 32) + threadIdx.x / 32); first < max_rows; first += TILE * warps) {
         if (first >= rows) {
-            if (lane < TILE && first + lane < max_rows) scores[first + lane] = -__builtin_huge_valf();
+            if (lane < TILE && first + lane < max_rows) scores[first + lane] = minus_infinity();
             continue;
         }
         const u16* key[2];  // rows g and g + 8
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_index_score(
 #pragma unroll
             for (u32 r = 0; r < 2; r++) {
                 u32 row = first + g + 8 * r;
-                if (row < max_rows) scores[row] = row < rows ? round_bf16(total[r]) : -__builtin_huge_valf();
+                if (row < max_rows) scores[row] = row < rows ? round_bf16(total[r]) : minus_infinity();
             }
         }
     }

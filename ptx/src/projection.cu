@@ -146,6 +146,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) ds41_attn_q(
 
 // e4m3 weights with bf16 activations: a set is a group of heads. Nothing is quantised; see FitF16.
 struct AttnWoA : Product<Fp8> {
+    static constexpr bool MANY_SETS = true;
+
     const u16* o;
     const u8 *w, *s;
     u16* u;

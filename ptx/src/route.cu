@@ -10,7 +10,7 @@ constexpr u32 HOST_SLOT_BIT = 1u << 30;
 
 // An integer that orders like the key: +0 and -0 are equal, NaN counts as -inf, and 0 is below everything.
 __device__ __forceinline__ u32 ordered(float key) {
-    if (key != key) key = __uint_as_float(0xFF800000u);
+    if (key != key) key = minus_infinity();
     u32 bits = key == 0.0f ? 0u : __float_as_uint(key);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }

@@ -29,32 +29,25 @@ from ds41rt.cu.ptx import entry_name, entry_types
 from ds41rt.cu.result import CudaError, Status
 
 PTX_TEXT = "//\n.version {isa}\n.target {target}\n.address_size 64\n"
-# How many values a call returns after its status.
-OUTPUTS = {
-    name: n
-    for n, names in (
-        (
-            0,
-            "cuInit cuCtxSetCurrent cuDevicePrimaryCtxRelease cuCtxSynchronize cuMemFree cuMemFreeHost cuStreamDestroy",
-        ),
-        (0, "cuStreamSynchronize cuStreamWaitEvent cuStreamBeginCapture cuEventDestroy cuEventRecord"),
-        (0, "cuEventQuery cuEventSynchronize cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemsetD8Async"),
-        (
-            0,
-            "cuLaunchKernel cuGraphLaunch cuGraphDestroy cuGraphExecDestroy cuModuleUnload cuFuncLoad",
-        ),
-        (1, "cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceTotalMem cuDeviceGetAttribute"),
-        (1, "cuGetErrorName cuGetErrorString cuDevicePrimaryCtxRetain cuMemAlloc cuMemHostAlloc cuStreamCreate"),
-        (1, "cuMemHostGetDevicePointer cuStreamIsCapturing cuStreamEndCapture cuEventCreate cuEventElapsedTime"),
-        (1, "cuGraphInstantiate cuGraphNodeGetType cuGraphKernelNodeGetParams cuGraphMemcpyNodeGetParams"),
-        (1, "cuGraphMemsetNodeGetParams cuGraphChildGraphNodeGetGraph cuModuleLoadData cuModuleGetFunction"),
-        (1, "cuFuncGetAttribute cuFuncGetName cuKernelGetName cuPointerGetAttribute cuLogsCurrent"),
-        (2, "cuDevicePrimaryCtxGetState cuMemGetInfo cuGraphGetNodes cuFuncGetParamInfo cuKernelGetParamInfo"),
-        (2, "cuLogsDumpToMemory"),
-        (4, "cuGraphGetEdges"),
-    )
-    for name in names.split()
+# Calls by how many values they return after their status.
+_CALLS = {
+    0: """cuInit cuCtxSetCurrent cuCtxSynchronize cuDevicePrimaryCtxRelease cuMemFree cuMemFreeHost
+          cuStreamDestroy cuStreamSynchronize cuStreamWaitEvent cuStreamBeginCapture
+          cuEventDestroy cuEventRecord cuEventQuery cuEventSynchronize
+          cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemsetD8Async
+          cuModuleUnload cuFuncLoad cuFuncSetAttribute cuLaunchKernel
+          cuGraphLaunch cuGraphDestroy cuGraphExecDestroy""",
+    1: """cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceTotalMem cuDeviceGetAttribute
+          cuGetErrorName cuGetErrorString cuDevicePrimaryCtxRetain cuMemAlloc cuMemHostAlloc
+          cuMemHostGetDevicePointer cuPointerGetAttribute cuStreamCreate cuStreamIsCapturing cuStreamEndCapture
+          cuEventCreate cuEventElapsedTime cuModuleLoadData cuModuleGetFunction cuFuncGetAttribute
+          cuFuncGetName cuKernelGetName cuGraphInstantiate cuGraphNodeGetType cuGraphKernelNodeGetParams
+          cuGraphMemcpyNodeGetParams cuGraphMemsetNodeGetParams cuGraphChildGraphNodeGetGraph cuLogsCurrent""",
+    2: """cuDevicePrimaryCtxGetState cuMemGetInfo cuFuncGetParamInfo cuKernelGetParamInfo cuGraphGetNodes
+          cuLogsDumpToMemory""",
+    4: "cuGraphGetEdges",
 }
+OUTPUTS = {name: n for n, names in _CALLS.items() for name in names.split()}
 # Calls that need no current context.
 _GLOBAL = ("cuInit", "cuDriver", "cuDevice", "cuGetError", "cuCtxSetCurrent", "cuLogs")
 

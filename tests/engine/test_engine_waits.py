@@ -2,7 +2,7 @@
 
 A site is a line below the package that calls `record`, `wait`, `synchronize` or `synchronize_event` while an engine
 is opened, steps, fails, fetches ahead and closes. A new site is found by itself; one that no scenario notices must be
-removed from the code or explained in `UNSEEN`.
+removed from the code, or needs a scenario.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,6 @@ from ds41rt.trace import TraceRecorder
 ORDERING = ("record", "wait", "synchronize", "synchronize_event")
 N_RANDOM = 12
 SCHEDULES = ("lazy", "eager", *(f"random:{seed}" for seed in range(N_RANDOM)))
-
-# Line of code -> why dropping it cannot show in a result.
-UNSEEN: dict[str, str] = {}
 
 Scenario = Callable[[Reference, ProbeBackend], None]
 
@@ -156,7 +153,9 @@ def interrupted_in_the_clean_up_too(ref: Reference, backend: ProbeBackend) -> No
     """Nothing was drained. Another sequence is stepped next, then the one that was interrupted: both are right."""
     with Run(ref, slots=20, mode="eager", backend=backend) as run, run.engine.new_sequence() as other:
         run.step(other)
+        run.step(other)
         run.steps(9)
+        assert run.seq.position % run.engine.config.window != other.position % run.engine.config.window
         outer = backend.hook
         backend.hook = InterruptAt("L00.attn_score", outer, drains=True)
         with pytest.raises(KeyboardInterrupt):
@@ -312,7 +311,8 @@ def test_no_wait_can_be_removed(checkpoint: Checkpoints) -> None:
             backend = ProbeBackend(schedule, drop)
             scenario(ref, backend)
             backend.hook = None
-            assert not any(backend.inner.live().values())
+            lost = scenario is opened_with_a_fault  # with the device everything on it is
+            assert lost or not any(backend.inner.live().values())
             backend.close()
         for site in sorted(drop.seen):
             where.setdefault(site, []).append(scenario)
@@ -322,4 +322,4 @@ def test_no_wait_can_be_removed(checkpoint: Checkpoints) -> None:
         for site, scenarios in where.items()
         if not any(notices(s, ref, site, schedule) for schedule in SCHEDULES for s in scenarios)
     }
-    assert unseen == set(UNSEEN), sorted(where)
+    assert not unseen

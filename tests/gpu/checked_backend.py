@@ -1,7 +1,7 @@
-"""A backend that checks every kernel launch against the kernel's NumPy reference, on the memory the launch really sees.
+"""A backend that checks every kernel launch against the kernel's NumPy reference, on the memory the launch sees.
 
-Wrap any backend, open an engine on it, decode: each launch is run alone, with its outputs poisoned, and what it wrote is
-compared with what the reference writes from the same inputs. Captured launches pass unchecked (they are the same
+Wrap any backend, open an engine on it, decode: each launch is run alone, with its outputs poisoned, and what it wrote
+is compared with what the reference writes from the same inputs. Captured launches pass unchecked (they are the same
 objects). Slow and thorough: it tests the kernels on the data, shapes and wiring that decoding gives them.
 """
 

@@ -62,7 +62,7 @@ class EngramUpload:
         return int(self._map[token])
 
     def lookback(self, history: NDArray[np.int64], position: int) -> NDArray[np.int64]:
-        """Compressed ids [current, one back, ...] int64[max_ngram]; the mapped pad token before the start of the text."""
+        """Compressed ids [current, one back, ...] int64[max_ngram]; before the text starts, the mapped pad token."""
         t = np.full(self._max_ngram, self._pad, np.int64)
         n = min(self._max_ngram, position + 1)
         t[:n] = history[position - n + 1 : position + 1][::-1]

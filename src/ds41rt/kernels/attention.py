@@ -162,7 +162,7 @@ def _value_geometry(s: Scalars, n_sms: int) -> Geometry:
     # 32 positions x 16 heads a block, a warp a block of 64 list entries as far as warps go.
     blocks = -(-(s.window + s.topk) // BLOCK)
     warps = min(max(blocks, 4), 16)
-    shared = warps * BLOCK * 8 + blocks * 16 * 4 * (1 + 1 + 32)
+    shared = warps * BLOCK * 8 + blocks * 16 * 4 * (1 + 1 + 36)
     return Geometry((s.head_dim // 32, -(-s.heads // 16), 1), 32 * warps, shared)
 
 

@@ -106,7 +106,7 @@ def _row_geometry(s: Scalars, n_sms: int) -> Geometry:
 
 
 def _proj_geometry(s: Scalars, n_sms: int) -> Geometry:
-    tiles = tiles_of(*([s.head_dim] * (2 if s.ratio > 1 else 1)))
+    tiles = tiles_of(BF16_PLAIN, *([s.head_dim] * (2 if s.ratio > 1 else 1)))
     return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles), shared_nbytes(BF16_PLAIN, s.dim))
 
 

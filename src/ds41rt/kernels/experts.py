@@ -106,12 +106,12 @@ def _moe_combine(
 
 
 def _gate_up_geometry(s: Scalars, n_sms: int) -> Geometry:
-    n_units = units(FP4, s.dim, tiles_of(*([s.inter] * s.top_k)), matrices=2)
+    n_units = units(FP4, s.dim, tiles_of(FP4, *([s.inter] * s.top_k)), matrices=2)
     return matrix_geometry(n_sms, n_units, shared_nbytes(FP4, s.dim))
 
 
 def _down_geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(FP4, s.inter, tiles_of(s.dim), sets=s.top_k), shared_nbytes(FP4, s.inter))
+    return matrix_geometry(n_sms, units(FP4, s.inter, tiles_of(FP4, s.dim), sets=s.top_k), shared_nbytes(FP4, s.inter))
 
 
 EXPERT_GATE_UP = KernelSpec(

@@ -10,26 +10,24 @@ from ds41rt.cu.kernel import Geometry
 
 _WARPS = 8
 _RING = 4
-_ROWS = 16
 _NOMINAL_BLOCKS = 128
-_STEP_NBYTES = 128
-_SLOT_NBYTES = _ROWS * _STEP_NBYTES
-_PARTIAL_NBYTES = 2 * _WARPS * _ROWS * 4
+_SLOT_NBYTES = 2048
 # Two blocks keep 128 KB of loads in flight on a multiprocessor and hide each other's prologue.
 _BLOCKS_PER_SM = 2
 
 
 class WeightFormat(NamedTuple):
-    """What one step of 128 bytes a row holds: K values, and scales of one row (each of 32 values)."""
+    """What one step of 2 KB holds: matrix rows, K values and scales of one row (each of 32 values), scale bytes."""
 
+    rows: int
     k_step: int
     scales: int
     ring_scales_nbytes: int
 
 
-FP8 = WeightFormat(128, 4, 4)
-FP4 = WeightFormat(256, 8, 8 * _ROWS)
-BF16_PLAIN = WeightFormat(64, 0, 0)
+FP8 = WeightFormat(16, 128, 4, 4)
+FP4 = WeightFormat(16, 256, 8, 128)
+BF16_PLAIN = WeightFormat(8, 128, 0, 0)
 
 
 def _steps(fmt: WeightFormat, k: int) -> int:
@@ -39,11 +37,12 @@ def _steps(fmt: WeightFormat, k: int) -> int:
 def shared_nbytes(fmt: WeightFormat, k: int) -> int:
     """Dynamic shared memory of a block for a product over K values."""
     rings = _WARPS * _RING * (_SLOT_NBYTES + fmt.ring_scales_nbytes)
-    return rings + _PARTIAL_NBYTES + _steps(fmt, k) * (2 * fmt.k_step + 4 * fmt.scales)
+    partial = 2 * _WARPS * fmt.rows * 4
+    return rings + partial + _steps(fmt, k) * (2 * fmt.k_step + 4 * fmt.scales)
 
 
 def units(fmt: WeightFormat, k: int, tiles: int, *, matrices: int = 1, sets: int = 1) -> int:
-    """Pieces of work that blocks share: a block does some tiles of 16 rows (of `matrices` matrices each) at a time.
+    """Pieces of work that blocks share: a block does some tiles (of `matrices` matrices each) at a time.
 
     `tiles` are those of one set; a set is a matrix with activations of its own. Several warps may share the K range of
     a tile; how many is decided by the shape alone.
@@ -60,9 +59,9 @@ def units(fmt: WeightFormat, k: int, tiles: int, *, matrices: int = 1, sets: int
     return best
 
 
-def tiles_of(*rows: int) -> int:
-    """Tiles of 16 rows over matrices one after another."""
-    return sum(-(-n // _ROWS) for n in rows)
+def tiles_of(fmt: WeightFormat, *rows: int) -> int:
+    """Tiles of matrices one after another, each of a number of rows."""
+    return sum(-(-n // fmt.rows) for n in rows)
 
 
 def matrix_geometry(n_sms: int, n_units: int, nbytes: int, *, extra: int = 0) -> Geometry:

@@ -16,7 +16,9 @@ def _head(
 
 
 def _geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles_of(s.vocab)), shared_nbytes(BF16_PLAIN, s.dim))
+    return matrix_geometry(
+        n_sms, units(BF16_PLAIN, s.dim, tiles_of(BF16_PLAIN, s.vocab)), shared_nbytes(BF16_PLAIN, s.dim)
+    )
 
 
 HEAD = KernelSpec(

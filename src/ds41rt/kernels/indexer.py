@@ -83,7 +83,7 @@ def _score_geometry(s: Scalars, n_sms: int) -> Geometry:
 def _q_geometry(s: Scalars, n_sms: int) -> Geometry:
     n_units = units(FP8, s.q_rank, s.index_heads * s.index_dim // 32, matrices=2)
     nbytes = max(shared_nbytes(FP8, s.q_rank), shared_nbytes(BF16_PLAIN, s.dim))
-    return matrix_geometry(n_sms, n_units, nbytes, extra=tiles_of(s.index_heads))  # the head weights
+    return matrix_geometry(n_sms, n_units, nbytes, extra=tiles_of(BF16_PLAIN, s.index_heads))  # the head weights
 
 
 INDEX_Q = KernelSpec(

@@ -88,11 +88,11 @@ def _shared_gate_up(
 
 def fp8_geometry(n_sms: int, n: int, k: int) -> Geometry:
     """Launch shape of a plain FP8 product with n rows."""
-    return matrix_geometry(n_sms, units(FP8, k, tiles_of(n)), shared_nbytes(FP8, k))
+    return matrix_geometry(n_sms, units(FP8, k, tiles_of(FP8, n)), shared_nbytes(FP8, k))
 
 
 def _shared_gate_up_geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(s.inter), matrices=2), shared_nbytes(FP8, s.dim))
+    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(FP8, s.inter), matrices=2), shared_nbytes(FP8, s.dim))
 
 
 LINEAR_FP8 = KernelSpec(

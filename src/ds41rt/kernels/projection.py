@@ -88,16 +88,16 @@ def _attn_wo_a(o: Array, w: Array, s: Array, u: Array, groups: int, rank: int, k
 
 
 def _attn_qkv_a_geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(s.q_rank, s.head_dim)), shared_nbytes(FP8, s.dim))
+    return matrix_geometry(n_sms, units(FP8, s.dim, tiles_of(FP8, s.q_rank, s.head_dim)), shared_nbytes(FP8, s.dim))
 
 
 def _attn_q_geometry(s: Scalars, n_sms: int) -> Geometry:
-    n_units = units(FP8, s.q_rank, tiles_of(s.heads * s.head_dim))
+    n_units = units(FP8, s.q_rank, tiles_of(FP8, s.heads * s.head_dim))
     return matrix_geometry(n_sms, n_units, shared_nbytes(FP8, s.q_rank), extra=1)  # the window row
 
 
 def _attn_wo_a_geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(FP8, s.k, tiles_of(s.rank), sets=s.groups), shared_nbytes(FP8, s.k))
+    return matrix_geometry(n_sms, units(FP8, s.k, tiles_of(FP8, s.rank), sets=s.groups), shared_nbytes(FP8, s.k))
 
 
 ATTN_QKV_A = KernelSpec(

@@ -105,7 +105,9 @@ def _select_geometry(s: Scalars, n_sms: int) -> Geometry:
 
 
 def _router_logits_geometry(s: Scalars, n_sms: int) -> Geometry:
-    return matrix_geometry(n_sms, units(BF16_PLAIN, s.dim, tiles_of(s.n_experts)), shared_nbytes(BF16_PLAIN, s.dim))
+    return matrix_geometry(
+        n_sms, units(BF16_PLAIN, s.dim, tiles_of(BF16_PLAIN, s.n_experts)), shared_nbytes(BF16_PLAIN, s.dim)
+    )
 
 
 ROUTER_LOGITS = KernelSpec(

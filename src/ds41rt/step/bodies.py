@@ -1,4 +1,4 @@
-"""The layers of one engine behind the state machine: enqueue the prepared launches, do the host half where there is one.
+"""The layers of one engine behind the state machine: enqueue the prepared launches, and do the host half if any.
 
 Eager step and captured bodies share every launch and the order they are enqueued in; they differ in who makes experts
 resident (eagerly: before the experts run; in a graph: after the replay, from the headers).

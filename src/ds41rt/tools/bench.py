@@ -231,8 +231,8 @@ def bench(args: argparse.Namespace) -> int:
     c, calls = result["conditions"], result["calls_per_token"]
     print(f"ds41rt {result['version']}, backend {result['backend']}, {result['device']}")
     print(
-        f"{c['preset']} shapes, {c['layers']} layers, position {c['position']}, {c['experts_per_layer']} resident experts a "
-        f"layer, {c['tokens']} tokens, no speculation, {c['misses']} misses, {c['falls']} falls"
+        f"{c['preset']} shapes, {c['layers']} layers, position {c['position']}, {c['experts_per_layer']} resident "
+        f"experts a layer, {c['tokens']} tokens, no speculation, {c['misses']} misses, {c['falls']} falls"
     )
     print(f"read bandwidth {result['read_tb_per_s']:.2f} TB/s; byte floor {result['floor_us']:.0f} us a token")
     print(f"eager       {result['eager_us']:>9.0f} us a token")

@@ -133,6 +133,7 @@ class LayerProbe:
         out["X_attn"] = self._streams()
         out["moe_in"] = self._read_bf16(buf.normed, cfg.dim)
         out["hc_ffn"] = self._mixes(buf.pre_prev)
+        out["router_logits"] = self._read(buf.logits, (cfg.n_experts,))
         bodies.route(layer, stream)
         row = engine.router.picks[layer]
         if row is not None:

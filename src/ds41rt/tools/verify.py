@@ -45,6 +45,7 @@ LAYER_LIMITS = {
     "X_attn": Limit(4e-3),
     "moe_in": Limit(4e-3),
     "hc_ffn abs": Limit(1e-3),
+    "router_logits": Limit(4e-3),
     "expert_weights abs": Limit(2e-3),
     "moe_out": Limit(4e-2, 1e-3),
     "X_out": Limit(4e-3, 3e-4),
@@ -144,7 +145,7 @@ def check_layers(engine: Engine, run: Arrays, traces: list[tuple[str, Arrays]], 
     for name, limit in LAYER_LIMITS.items():
         if errors[name]:
             report.check("layer", name, errors[name], limit)
-    for name in ("index_scores", "attn_out", "moe_out", "X_out"):
+    for name in ("index_scores", "attn_out", "router_logits", "moe_out", "X_out"):
         if not errors[name]:
             continue
         unmoved = sum(e <= UNMOVED for e, _ in errors[name]) / len(errors[name])

@@ -1,3 +1,0 @@
-import pytest
-@pytest.fixture
-def backend_name(): return "host"
