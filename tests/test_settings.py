@@ -7,7 +7,7 @@ import pytest
 from ds41rt.errors import ConfigError
 from ds41rt.settings import ALIASES, PREFIX, Settings
 
-BOOLS = sorted(n for n, f in Settings.model_fields.items() if f.annotation is bool and n != "trace")
+BOOLS = sorted(n for n, f in Settings.model_fields.items() if f.annotation is bool)
 YES, NO = ("1", "true", "TRUE", "on", "On", "yes", " 1 ", "\ttrue\n"), ("0", "false", "off", "no", " 0 ", "OFF")
 
 
@@ -87,7 +87,7 @@ def test_argument_beats_environment_beats_default() -> None:
     ("name", "value"),
     [
         ("max_context", 2.0), ("max_context", "64"), ("max_context", True), ("step_graph", 1), ("step_graph", "yes"),
-        ("expert_cache_gib", float("inf")), ("backend", "Host"), ("nonsense", 1), ("trace", True),
+        ("expert_cache_gib", float("inf")), ("backend", "Host"), ("nonsense", 1),
     ],
 )  # fmt: skip
 def test_argument_of_the_wrong_kind(name: str, value: Any) -> None:
@@ -97,9 +97,6 @@ def test_argument_of_the_wrong_kind(name: str, value: Any) -> None:
 
 def test_aliases_are_on_with_exactly_1() -> None:
     for alias, name in ALIASES.items():
-        if name == "trace":
-            refused("not built yet", **{alias: "1"})
-            continue
         assert getattr(Settings.from_env({alias: "1"}), name) is True
         for raw in ("", "0"):
             assert getattr(Settings.from_env({alias: raw}), name) is False
@@ -110,11 +107,6 @@ def test_aliases_are_on_with_exactly_1() -> None:
 def test_own_name_beats_alias() -> None:
     env = {"ATLAS_DS41_STEP_GRAPH": "1", "DS41RT_STEP_GRAPH": "0"}
     assert Settings.from_env(env).step_graph is False
-
-
-def test_trace_says_what_to_use_instead() -> None:
-    assert Settings.from_env({"DS41RT_TRACE": "0"}).trace is False
-    refused("DS41RT_TRACE", "not built yet", "--trace-out", DS41RT_TRACE="1")
 
 
 def test_frozen() -> None:

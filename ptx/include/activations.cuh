@@ -46,9 +46,9 @@ struct ActQuant {
     }
 };
 
-// bf16 values to f16 for a product that is not quantised: divided by a power of two that brings the largest one close to
-// f16's limit. A value is exact unless it is 2^-32 of that one, and then off by less than 2^-40 of it: far below the
-// rounding of the float32 sum.
+// bf16 values to f16 for a product that is not quantised: divided by a power of two that brings the largest one of 32
+// close to f16's limit. A value is exact unless it is below 2^-31 of that one, and then off by less than 2^-39 of it:
+// far below the rounding of the float32 sum.
 struct FitF16 {
     __device__ __forceinline__ static float quantise(float (&v)[RUN]) {
         u32 exponent = group_amax(v) >> 23;
@@ -60,7 +60,7 @@ struct FitF16 {
 };
 
 // Stores k values in the order of format F with their scales, and zeros up to the end of the last step. `read(k)` gives
-// the raw form of eight values, `decode(raw, k, v)` their floats; the two are apart so that several reads are in flight.
+// the raw form of eight values, `decode(raw, k, v)` their floats; apart, so that several reads are in flight at once.
 template <class F, class Quantiser, class Raw, class Read, class Decode>
 __device__ __forceinline__ void fill_quantised(const Activations& x, u32 k, u32 steps, Read read, Decode decode) {
     constexpr u32 RUNS = 64 / sizeof(Raw);  // reads that a thread issues before it uses the first

@@ -1,8 +1,8 @@
 // The frame of every matrix kernel: fill the rings, prepare the activations meanwhile, stream the tiles, add the warps'
 // partial sums in warp order, finish a tile.
 //
-// A tile is computed by one block, its K range by fixed warps: the grid decides who computes a tile and when, never what
-// comes out. The block's shared memory is laid out here and sized by kernels/geometry.py, which must agree.
+// A tile is computed by one block, its K range by fixed warps: the grid decides who computes a tile and when, never
+// what comes out. The block's shared memory is laid out here and sized by kernels/geometry.py, which must agree.
 #pragma once
 
 #include "tile.cuh"
@@ -27,7 +27,7 @@ struct SharedLayout {
 
 // What a kernel multiplies, MATRICES of the same shape at a time (tile n of all of them goes to the same warps' group):
 //   u32 row_nbytes()                            bytes of a matrix row
-//   bool MANY_SETS, u32 sets()                  matrices with activations of their own: block-wide work, one after another
+//   bool MANY_SETS, u32 sets()                  matrices with activations of their own, which a block does in turn
 //   u32 tiles()                                 tiles of a set (and matrix)
 //   Tile tile(u32 set, u32 tile, u32 matrix)
 //   void load(Activations, u32 steps, u32 set)  activations of a set, by the whole block, no barrier needed at the end
@@ -111,8 +111,8 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
             named_barrier(1 + group, 32 * team);
         }
         if (member == (turn++ & (team - 1))) {
-            u32 matrix = lane / F::ROWS % P::MATRICES;
-            const float* sums = partial + ((group * P::MATRICES + matrix) << split.parts_log2) * F::ROWS + lane % F::ROWS;
+            u32 first = (group * P::MATRICES + lane / F::ROWS % P::MATRICES) << split.parts_log2;
+            const float* sums = partial + first * F::ROWS + lane % F::ROWS;
             float y = sums[0];
             for (u32 i = 1; i < split.parts; i++) y += sums[i * F::ROWS];
             product.finish(set, number, lane, y);

@@ -72,7 +72,8 @@ template <class F, class Source>
 class Ring {
   public:
     // `slots` and `scales`: this warp's shared memory. Begins the first RING copies.
-    __device__ __forceinline__ void start(const Source& source, Split split, u32 part, Units units, u32 slots, u32 scales) {
+    __device__ __forceinline__ void start(
+        const Source& source, Split split, u32 part, Units units, u32 slots, u32 scales) {
         source_ = source;
         row_nbytes_ = split.row_nbytes;
         whole_ = split.row_nbytes % F::STEP_NBYTES == 0;

@@ -1,7 +1,7 @@
 // One step of weights against the activations on the tensor core, for the three weight formats.
 //
-// The weights are the 16x16 operand: its rows are matrix rows. The order of K inside a step is free as long as both operands
-// agree, so a lane's four 4-byte words are taken as they lie. The activations are the 16x8 operand, *block-diagonal*:
+// The weights are the 16x16 operand: its rows are matrix rows. The order of K inside a step is free as long as both
+// operands agree, so a lane's words are taken as they lie. The activations are the 16x8 operand, *block-diagonal*:
 // column n is zero except where the rows belong to K block n. One accumulator tile therefore holds up to eight separate
 // dots over 32 values, which are scaled one by one: acc += dot * act scale * weight scale.
 //
@@ -146,7 +146,9 @@ struct Fp4 : SixteenRows {
         for (u32 half = 0; half < 2; half++) {
             // In halves, for want of registers.
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) load_shared16_where(mine_ == i % 2, x_[i % 2][i / 2], from + (2 * half + i / 2) * 16);
+            for (u32 i = 0; i < 4; i++) {
+                load_shared16_where(mine_ == i % 2, x_[i % 2][i / 2], from + (2 * half + i / 2) * 16);
+            }
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
                 u32 chunk = i % 2, l[4], h[4];
@@ -192,10 +194,10 @@ struct Fp4 : SixteenRows {
     }
 };
 
-// bf16 weights without scales. A step is 8 rows x 128 K, so that a matrix of few rows has work for more blocks: rows g+8
-// of the tensor core are the second half of the step's K, and so are columns 4-7. Of the accumulators only rows g in
-// columns 0-3 and rows g+8 in columns 4-7 mean anything. Each of the four products of a step has columns of its own: the
-// tensor core, which does not round to nearest, adds sixteen terms and no more; the rest is added in float32.
+// bf16 weights without scales. A step is 8 rows x 128 K, so that a matrix of few rows has work for more blocks: rows
+// g+8 of the tensor core are the second half of the step's K, and so are columns 4-7. Of the accumulators only rows g
+// in columns 0-3 and rows g+8 in columns 4-7 mean anything. Each of the four products of a step has columns of its own:
+// the tensor core, which does not round to nearest, adds sixteen terms and no more; the rest is added in float32.
 struct Bf16 {
     static constexpr u32 ROWS = 8;
     static constexpr u32 STEP_NBYTES = 256;

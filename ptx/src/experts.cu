@@ -42,8 +42,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) ds41_expert_gate_up(
     u64 gate_scale_disp,
     u64 up_scale_disp,
     float limit) {
-    multiply(ExpertGateUp{{}, normed, ptrs_dev, weight_dev, t, dim, inter, top_k, gate_scale_disp, up_scale_disp, limit},
-             blockIdx.x, gridDim.x);
+    ExpertGateUp product{
+        {}, normed, ptrs_dev, weight_dev, t, dim, inter, top_k, gate_scale_disp, up_scale_disp, limit};
+    multiply(product, blockIdx.x, gridDim.x);
 }
 
 // A set is an expert: each has a vector of its own.

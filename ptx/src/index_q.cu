@@ -17,15 +17,12 @@ struct IndexQ : Product<Fp8, 2> {
     __device__ __forceinline__ Tile tile(u32, u32 tile, u32 half) const {
         return {wq_b, s, tile * 32 + half * ROWS, rows};
     }
-    __device__ __forceinline__ void load(Activations to, u32 steps, u32) const { fill_bf16<Fp8>(to, qr, q_rank, steps); }
+    __device__ __forceinline__ void load(Activations to, u32 steps, u32) const {
+        fill_bf16<Fp8>(to, qr, q_rank, steps);
+    }
     __device__ __forceinline__ void finish(u32, u32 tile, u32 lane, float sum) const {
-        u32 row = tile * 32 + lane, plain = index_dim - rope_dim, d = row % index_dim;
-        float x = round_bf16(sum), other = __shfl_xor_sync(FULL_WARP, x, 1);
-        if (d >= plain) {
-            u32 pair = (d - plain) / 2;
-            Pair turned = rotate(lane % 2 ? Pair{other, x} : Pair{x, other}, rope[pair], rope[rope_dim / 2 + pair]);
-            x = round_bf16(lane % 2 ? turned.b : turned.a);
-        }
+        u32 row = tile * 32 + lane;
+        float x = round_bf16(rotate_row(round_bf16(sum), row % index_dim, index_dim, rope_dim, rope));
         u32 amax = __reduce_max_sync(FULL_WARP, magnitude(x));
         q[row] = to_bf16(through_fp4(x, fp4_pow2_scale(amax)));
     }
@@ -40,7 +37,9 @@ struct IndexOmega : Product<Bf16> {
 
     __device__ __forceinline__ u32 row_nbytes() const { return 2 * dim; }
     __device__ __forceinline__ u32 tiles() const { return (index_heads + ROWS - 1) / ROWS; }
-    __device__ __forceinline__ Tile tile(u32, u32 tile, u32) const { return {wproj, nullptr, tile * ROWS, index_heads}; }
+    __device__ __forceinline__ Tile tile(u32, u32 tile, u32) const {
+        return {wproj, nullptr, tile * ROWS, index_heads};
+    }
     __device__ __forceinline__ void load(Activations to, u32 steps, u32) const { fill_plain(to, normed, dim, steps); }
     __device__ __forceinline__ void finish(u32, u32 tile, u32 lane, float sum) const {
         u32 row = tile * ROWS + lane;

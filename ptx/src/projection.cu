@@ -65,7 +65,8 @@ struct AttnQ : Product<Fp8> {
         fill_quantised<Fp8, ActQuant, NormRow>(
             to, q_rank, steps,
             [=](u32 at) {
-                return NormRow{*reinterpret_cast<const uint4*>(from + at), *reinterpret_cast<const uint4*>(weight + at)};
+                auto at_16 = [=](const u16* p) { return *reinterpret_cast<const uint4*>(p + at); };
+                return NormRow{at_16(from), at_16(weight)};
             },
             [=](NormRow raw, u32 at, float(&v)[RUN]) {
                 unpack_bf16(raw.x, v);
@@ -74,22 +75,17 @@ struct AttnQ : Product<Fp8> {
             });
     }
 
-    // A pair of the rotated tail lies in two neighbouring rows.
     __device__ __forceinline__ void finish(u32, u32 tile, u32 lane, float sum) const {
-        u32 row = tile * ROWS + lane % ROWS, plain = head_dim - rope_dim, d = row % head_dim;
-        float x = round_bf16(sum), other = __shfl_xor_sync(FULL_WARP, x, 1);
-        if (d >= plain) {
-            u32 pair = (d - plain) / 2;
-            Pair turned = rotate(lane % 2 ? Pair{other, x} : Pair{x, other}, rope[pair], rope[rope_dim / 2 + pair]);
-            x = lane % 2 ? turned.b : turned.a;
-        }
+        u32 row = tile * ROWS + lane % ROWS;
+        float x = rotate_row(round_bf16(sum), row % head_dim, head_dim, rope_dim, rope);
         if (lane < ROWS && row < rows) q[row] = to_bf16(x);
     }
 };
 
 // The token's row of the window ring: normed, rotated, through the FP8 grid and back.
 __device__ __forceinline__ void store_window_row(
-    const u16* kv, const u16* kv_norm, const float* rope, u16* row, u32 head_dim, u32 rope_dim, float eps, float* scratch) {
+    const u16* kv, const u16* kv_norm, const float* rope, u16* row, u32 head_dim, u32 rope_dim, float eps,
+    float* scratch) {
     float inverse = block_inverse_rms(kv, head_dim, eps, scratch);
     for (u32 base = threadIdx.x / 32 * 32 * RUN; base < head_dim; base += PASS) {
         u32 at = base + threadIdx.x % 32 * RUN;

@@ -38,6 +38,7 @@ from ds41rt.moe.slots import SlotTable
 from ds41rt.settings import Settings
 from ds41rt.step.bodies import DecodeBodies, StepObserver, StepSequence
 from ds41rt.step.buffers import StepBuffers
+from ds41rt.step.hash_log import HashLog
 from ds41rt.step.launches import LaunchBuilder
 from ds41rt.step.machine import StepMachine
 from ds41rt.step.snapshot import Snapshots
@@ -275,6 +276,8 @@ class Engine:
             stale_keys=settings.index_keys == "reference",
         )
         own(self.bodies, DecodeBodies.close)
+        if settings.trace:
+            self.observe(own(HashLog(backend, buf), HashLog.close))
         self._logits_host = own(backend.alloc_pinned("logits image", 4 * cfg.vocab), backend.free_pinned)
         self._logits = self._logits_host.array.view(np.float32)
         self.machine = StepMachine(
@@ -420,9 +423,12 @@ class Engine:
             pinned_nbytes=pinned,
         )
 
-    def observe(self, observer: StepObserver | None) -> None:
-        """Attach a trace or tool to every step (None: detach). It may synchronise the stream: steps get slower."""
-        self.bodies.observer = observer
+    def observe(self, observer: StepObserver) -> None:
+        """Attach a trace or tool to every step. It may synchronise the stream: steps get slower."""
+        self.bodies.observers += (observer,)
+
+    def stop_observing(self, observer: StepObserver) -> None:
+        self.bodies.observers = tuple(o for o in self.bodies.observers if o is not observer)
 
     def close(self) -> None:
         """Free everything. Idempotent."""

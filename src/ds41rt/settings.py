@@ -7,8 +7,7 @@ switch that silently does nothing costs its user a day. Precedence: explicit arg
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds41rt.errors import ConfigError
 
@@ -42,13 +41,6 @@ class Settings(BaseModel):
     evict_random_pct: float = Field(default=8.0, ge=0, le=100)
     max_context: int | None = Field(default=None, ge=1)  # None: 4096, or what the model allows if that is less
     index_keys: IndexKeys = "intended"
-
-    @field_validator("trace")
-    @classmethod
-    def _trace_is_not_built(cls, on: bool) -> bool:
-        if on:  # better than a switch that silently does nothing
-            raise PydanticCustomError("not_built", "not built yet in this version; use ds41rt decode --trace-out F.npz")
-        return on
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> "Settings":

@@ -5,7 +5,6 @@ comparing two of these files.
 attention's expand: the one point that every mode passes (inside a replay it exists as the layer's snapshot).
 """
 
-import hashlib
 from typing import BinaryIO
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from ds41rt.cu.backend import Stream
 from ds41rt.engine import Engine
+from ds41rt.step.hash_log import PartHash
 
 
 class TraceRecorder:
@@ -21,8 +21,7 @@ class TraceRecorder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         cfg = engine.config
-        self._nbytes = 2 * cfg.hc_mult * cfg.dim
-        self._host = engine.backend.alloc_pinned("trace image", self._nbytes)
+        self._hash = PartHash(engine.backend, engine.buffers)
         self._hashes: list[int] = [0] * cfg.n_layers
         self._rows: dict[int, NDArray[np.int32]] = {}
         self._tokens: list[tuple[NDArray[np.int32], NDArray[np.float32], list[int], dict[int, NDArray[np.int32]]]] = []
@@ -31,12 +30,9 @@ class TraceRecorder:
     def selection(self, layer: int, rows: NDArray[np.int32]) -> None:
         self._rows[layer] = rows
 
-    def snapshot_point(self, layer: int, streams: int, stream: Stream) -> None:
-        backend = self._engine.backend
-        backend.copy_d2h(self._host, streams, self._nbytes, stream, 0, "trace.streams")
-        backend.synchronize(stream)
-        digest = hashlib.blake2b(self._host.array.tobytes(), digest_size=8).digest()
-        self._hashes[layer] = int.from_bytes(digest, "little")
+    def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
+        if part == "streams":
+            self._hashes[layer] = self._hash(addr, nbytes, stream)
 
     def end_token(self) -> None:
         """Close the record of the token just stepped."""
@@ -66,5 +62,5 @@ class TraceRecorder:
         np.savez(file, allow_pickle=False, **self.arrays())
 
     def close(self) -> None:
-        self._engine.observe(None)
-        self._engine.backend.free_pinned(self._host)
+        self._engine.stop_observing(self)
+        self._hash.close()

@@ -113,7 +113,7 @@ def test_usage(micro: Path, capsys: Capsys, argv: list[str]) -> None:
 @pytest.mark.parametrize("command", ["decode", "verify", "demo"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("DS41RT_STEP_GRPAH", "1"), ("DS41RT_STEP_GRAPH", "maybe"), ("ds41rt_backend", "host"), ("DS41RT_TRACE", "1")],
+    [("DS41RT_STEP_GRPAH", "1"), ("DS41RT_STEP_GRAPH", "maybe"), ("ds41rt_backend", "host"), ("DS41RT_TRACE", "2")],
 )
 def test_environment_typo(
     micro: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: str

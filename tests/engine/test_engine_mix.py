@@ -36,12 +36,12 @@ class Mix:
         rng, run = self.rng, self.run
         which = rng.randrange(2)
         run.seq, run.ref = self.texts[which]
-        if run.seq.position == run.ref.n_tokens:
+        if run.seq.position > run.ref.n_tokens - 2:
             run.seq.reset()
         name, action = rng.choice(
             (
-                ("step", lambda: None),
-                ("step", lambda: None),
+                ("load", run.load),
+                ("starve", self.starve),
                 ("starve", self.starve),
                 ("starve", self.starve),
                 ("wrong slots", self.wrong_slots),
@@ -61,7 +61,8 @@ class Mix:
 
     def starve(self) -> None:
         picks = [(layer, expert) for layer, experts in enumerate(self.run.picks()) for expert in experts]
-        self.run.starve(self.rng.sample(picks, self.rng.randint(0, len(picks))))
+        if self.run.engine.cache.n_slots < 50:  # else there are not enough others to push them out
+            self.run.starve(self.rng.sample(picks, self.rng.randint(0, len(picks))))
 
     def some_picks(self) -> list[tuple[int, int]]:
         picks = [(layer, expert) for layer, experts in enumerate(self.run.picks()) for expert in experts]
@@ -88,7 +89,7 @@ class Mix:
         bodies._baked = (*bodies._baked[:-1], self.rng.randrange(2**40))
 
     def fail(self) -> None:
-        """A call fails or is interrupted; the caller steps the same token again. Sometimes the other text comes between."""
+        """A call fails or is interrupted; the caller steps the same token again."""
         error = self.rng.choice((out_of_memory, KeyboardInterrupt))()
         after = isinstance(error, KeyboardInterrupt) and self.rng.random() < 0.5
         creating = ("end_capture", "instantiate", "create_stream", "create_event") if after else ()

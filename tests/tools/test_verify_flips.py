@@ -135,8 +135,8 @@ def traced_experts() -> list[tuple[int, int]]:
 
 
 def expert_flips(ckpt: Checkpoint, layer: int, expert: int) -> list[tuple[str, list[int]]]:
-    """(tensor, bytes) to flip in turn until one is noticed, as SwiGLU may have made a hidden value zero: codes of w1 and
-    w3 under the largest input that a high nibble meets, a code of w2 under every input, a scale of each matrix."""
+    """(tensor, bytes) to flip in turn until one is noticed, as SwiGLU may have made a hidden value zero: codes of w1
+    and w3 under the largest input that a high nibble meets, a code of w2 under every input, a scale of each matrix."""
     lay, cfg = ckpt.expert_layout, ckpt.config
     raw = np.empty(lay.nbytes, np.uint8)
     ckpt.read_expert(layer, expert, raw)

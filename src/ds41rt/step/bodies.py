@@ -53,8 +53,14 @@ class StepObserver(Protocol):
 
     def selection(self, layer: int, rows: NDArray[np.int32]) -> None: ...
 
-    def snapshot_point(self, layer: int, streams: int, stream: Stream) -> None:
-        """`streams` is the device address of layer `layer`'s streams between its attention and its ffn half."""
+    def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
+        """`nbytes` at device address `addr` are now layer `layer`'s `part`.
+
+        Every mode passes "streams", the streams between attention and ffn half, before the attention's expand (inside a
+        replay they exist as the layer's snapshot). Eager layers also pass "streams_in", "normed" (the attention's
+        input), "attn_out", "moe_in" and "streams_out". After a clean replay "segment_streams" and "segment_hidden" are
+        those behind its last layer, the attention input that closes the segment included.
+        """
 
 
 class DecodeBodies:
@@ -92,6 +98,13 @@ class DecodeBodies:
             Role(cfg.compress_ratios[i], i in cfg.kv_source_layers, i in cfg.index_source_layers)
             for i in range(cfg.n_layers)
         ]
+        streams, row = (buffers.streams, 2 * cfg.hc_mult * cfg.dim), 2 * cfg.dim
+        self._parts = {
+            **dict.fromkeys(("streams_in", "streams", "streams_out", "segment_streams"), streams),
+            **dict.fromkeys(("normed", "moe_in"), (buffers.normed, row)),
+            "attn_out": (buffers.attn_out, row),
+            "segment_hidden": (buffers.hidden, row),
+        }
         self._score_host = backend.alloc_pinned("index score image", buffers.index_scores.nbytes)
         self._score_image = self._score_host.array.view(np.float32)
         # candidate rows of the current token, built by the candidate source and applied by the index layers after it
@@ -100,7 +113,7 @@ class DecodeBodies:
         self._token = 0
         self._position = 0
         self._engram_loaded = False
-        self.observer: StepObserver | None = None
+        self.observers: tuple[StepObserver, ...] = ()
 
     # ---- binding and what the machine asks about
 
@@ -156,8 +169,12 @@ class DecodeBodies:
         self._backend.launch(layer.attn_in, stream)
 
     def body_attn(self, idx: int, rows_b: int | None, stream: Stream) -> None:
-        layer = self._layers[idx]
         self.attn_in(idx, stream)
+        self._attention(idx, stream)
+
+    def _attention(self, idx: int, stream: Stream) -> None:
+        """Attention of a layer that is no source: nothing in it needs the host."""
+        layer = self._layers[idx]
         self._run(layer.qkv, stream)
         self._run(layer.attn_core, stream)
 
@@ -198,20 +215,31 @@ class DecodeBodies:
     def eager_layer(self, idx: int, stream: Stream) -> None:
         if idx == 0:
             self.load_engram(stream)
+        else:
+            self._see(idx, "streams_in", stream)
+        self.attn_in(idx, stream)
+        self._see(idx, "normed", stream)
         if self._roles[idx].is_index_source:
-            self.attn_in(idx, stream)
             self.source_attention(idx, stream)
         else:
-            self.body_attn(idx, None, stream)
+            self._attention(idx, stream)
         self.ffn_eager(idx, stream)
 
     def ffn_eager(self, idx: int, stream: Stream) -> None:
         layer = self._layers[idx]
-        if self.observer is not None:
-            self.observer.snapshot_point(idx, self._buf.streams, stream)
+        self._see(idx, "attn_out", stream)
+        self._see(idx, "streams", stream)
         self.ffn_head(layer, stream, self._fork)
+        self._see(idx, "moe_in", stream)
         self.route(idx, stream)
         self.ffn_tail(layer, stream, self._fork)
+        self._see(idx, "streams_out", stream)
+
+    def _see(self, idx: int, part: str, stream: Stream) -> None:
+        if self.observers:
+            addr, nbytes = self._parts[part]
+            for observer in self.observers:
+                observer.point(self._position, idx, part, addr, nbytes, stream)
 
     def route(self, idx: int, stream: Stream) -> None:
         """From the router's logits to resident experts and a plan block that points at them."""
@@ -241,8 +269,8 @@ class DecodeBodies:
         self._run(layer.qkv, stream)
         self._run(layer.compress, stream)
         rows = self._select(idx, layer, stream)
-        if self.observer is not None:
-            self.observer.selection(idx, rows)
+        for observer in self.observers:
+            observer.selection(idx, rows)
         self._block.upload_selection(idx, rows, stream)
         self._run(layer.attn_core, stream)
 
@@ -281,13 +309,19 @@ class DecodeBodies:
 
     def read_headers(self, layers: tuple[int, ...], stream: Stream) -> Fall | None:
         fall = self._router.read_headers(layers, self._position, stream)
-        if self.observer is not None:
-            snapshots = self._require_snapshots()
-            for idx in layers:
-                if fall is not None and idx == fall.layer:
-                    break  # runs again from its snapshot, and is seen then
-                self.observer.snapshot_point(idx, snapshots.ptr(idx), stream)
+        if self.observers:
+            self._see_replay(layers, fall, stream)
         return fall
+
+    def _see_replay(self, layers: tuple[int, ...], fall: Fall | None, stream: Stream) -> None:
+        snapshots, nbytes = self._require_snapshots(), self._parts["streams"][1]
+        for idx in layers:
+            if fall is not None and idx == fall.layer:
+                return  # runs again from its snapshot, and is seen then
+            for observer in self.observers:
+                observer.point(self._position, idx, "streams", snapshots.ptr(idx), nbytes, stream)
+        for part in ("segment_streams", "segment_hidden"):
+            self._see(layers[-1], part, stream)
 
     def close(self) -> None:
         self._backend.free_pinned(self._score_host)

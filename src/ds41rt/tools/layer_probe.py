@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.checkpoint.engram_table import engram_constants, engram_rows
+from ds41rt.cu.backend import Stream
 from ds41rt.engine import Engine
 
 Arrays = dict[str, NDArray[Any]]
@@ -37,7 +38,7 @@ class LayerProbe:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._engine.observe(None)
+        self._engine.stop_observing(self)
         self.sequence.close()
         self._backend.free_pinned(self._host)
 
@@ -46,7 +47,7 @@ class LayerProbe:
     def selection(self, layer: int, rows: NDArray[np.int32]) -> None:
         self._rows = rows
 
-    def snapshot_point(self, layer: int, streams: int, stream: int) -> None:
+    def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
         pass
 
     # device memory
