@@ -29,9 +29,9 @@ __device__ __forceinline__ void decode_e2m1(u32 codes, u32 (&pairs)[4]) {
     pairs[1] = multiply_add(pairs[3], 0u - 256u, odd * 256u);
 }
 
-// The power of two of an e8m0 byte. Two bytes that no checkpoint has come out otherwise: 255 (NaN) as infinity, and 0
-// (2^-127) as zero, which is as much as a block with that scale can add to a sum.
-__device__ __forceinline__ float e8m0(u32 byte) { return __uint_as_float(byte << 23); }
+// The power of two of an e8m0 byte; byte 0 is 2^-127, a subnormal. 255 (NaN) comes out as infinity: it is refused when a
+// checkpoint is read.
+__device__ __forceinline__ float e8m0(u32 byte) { return __uint_as_float(byte ? byte << 23 : 0x00400000u); }
 
 // The value of an e4m3 code, NaN included.
 __device__ __forceinline__ float e4m3(u32 code) {
