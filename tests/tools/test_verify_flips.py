@@ -6,6 +6,7 @@ step uses. The default run takes a sample of tensor kinds and two experts, the l
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -59,22 +60,23 @@ def flip_place(ckpt: Checkpoint, name: str) -> int:
         return 0
     if name == "embed.weight":  # rows of traced tokens only
         row = int(traced()[1][1]["token"])
-        return 2 * (row * values.shape[1] + int(np.abs(values[row].astype(np.float32)).argmax())) + 1
+        return int(2 * (row * values.shape[1] + int(np.abs(values[row].astype(np.float32)).argmax())) + 1)
     if name.endswith(".gate.bias"):
         return 4 * decisive_bias(int(name.split(".")[1]), values) + 3
     flat = values.reshape(-1).view(NUMBERS[info.dtype]).astype(np.float32)
-    return (int(np.abs(flat).argmax()) + 1) * NUMBERS[info.dtype].itemsize - 1
+    place: int = (int(np.abs(flat).argmax()) + 1) * NUMBERS[info.dtype].itemsize - 1
+    return place
 
 
 def decisive_bias(layer: int, bias: NDArray[np.float32]) -> int:
     """An expert whose bias, with the other sign, changes a traced selection: most do not."""
-    rule = {"top_k": 6, "temperature": 1.0, "route_scale": 1.5, "normalise": True}
+    select = partial(select_experts, top_k=6, temperature=1.0, route_scale=1.5, normalise=True)
     for _, step in traced():
         logits = np.asarray(step[f"L{layer:02d}.router_logits"], np.float32)
         for expert in np.asarray(step[f"L{layer:02d}.expert_ids"]).tolist():
             other = bias.copy()
             other[expert] = -other[expert]
-            if expert not in select_experts(logits, other, **rule)[0]:
+            if expert not in select(logits, other)[0]:
                 return int(expert)
     raise AssertionError(f"no traced selection of layer {layer} depends on the sign of a bias")
 

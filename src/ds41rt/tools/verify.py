@@ -10,7 +10,7 @@ import argparse
 import json
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class GoldenFile(dict[str, NDArray[Any]]):
         raise InputError(f"{self._path}: has no array {name!r}")
 
 
-def check_layers(engine: Engine, run: Arrays, traces: list[tuple[str, Arrays]], report: Report) -> None:
+def check_layers(engine: Engine, run: Arrays, traces: Sequence[tuple[str, Arrays]], report: Report) -> None:
     """Every layer of every trace step from golden inputs."""
     errors: dict[str, list[tuple[float, str]]] = {name: [] for name in LAYER_LIMITS}
     with LayerProbe(engine, run["tokens"]) as probe, ProgressBar("layers") as bar:
@@ -152,7 +152,7 @@ def check_layers(engine: Engine, run: Arrays, traces: list[tuple[str, Arrays]], 
         report.check_share("layer", f"{name} within {UNMOVED:.0e}", unmoved, UNMOVED_SHARE)
 
 
-def check_steps(engine: Engine, run: Arrays, traces: list[tuple[str, Arrays]], report: Report) -> None:
+def check_steps(engine: Engine, run: Arrays, traces: Sequence[tuple[str, Arrays]], report: Report) -> None:
     """Whole steps from golden state."""
     errors, same = [], 0
     with LayerProbe(engine, run["tokens"]) as probe:
@@ -185,7 +185,7 @@ def check_run(engine: Engine, run: Arrays, label: str, golden: NDArray[Any], rep
 def compare(directory: Path, backend: str | None, schedule: str) -> Report:
     """All levels on one golden directory. Raises `InputError` if it is none."""
     run = GoldenFile(directory / "run.npz")
-    traces: list[tuple[str, Arrays]] = [
+    traces: Sequence[tuple[str, Arrays]] = [
         (p.stem.removeprefix("trace_"), GoldenFile(p)) for p in sorted(directory.glob("trace_s*.npz"))
     ]
     if not traces:
