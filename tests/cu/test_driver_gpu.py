@@ -302,6 +302,8 @@ def test_elapsed_time(backend: DriverBackend) -> None:
 
 STICKY = """
 import gc
+import numpy as np
+from ds41rt.cu.backend import HostBuffer
 from ds41rt.cu.driver import DriverBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.kernels.slots import SLOT_TABLE_SET
@@ -316,8 +318,10 @@ def code(call):
 backend = DriverBackend()
 stream = backend.create_stream("main")
 triples = backend.alloc("triples", 64)
-backend.fill(triples.ptr, 1, 64, stream)  # slot 0x01010101 to layer and expert 0x01010101, far from any memory
-args = {"table": 8, "triples": triples.ptr, "n_layers": 1 << 31, "n_experts": 1 << 31, "capacity": 5}
+one = HostBuffer.pageable("one triple", np.array([1, 0, 0, 7], np.int32))
+backend.copy_h2d(triples.ptr, one, 16, stream)
+# Low addresses are the driver's own mappings; nobody maps anything here.
+args = {"table": 0x1234_5678_0000, "triples": triples.ptr, "n_layers": 1, "n_experts": 1, "capacity": 5}
 backend.launch(backend.prepare(SLOT_TABLE_SET, args, "wild"), stream)
 first = code(lambda: backend.synchronize(stream))
 later = code(lambda: backend.alloc("more", 64))

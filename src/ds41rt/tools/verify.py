@@ -52,8 +52,9 @@ LAYER_LIMITS = {
     "pre_out abs": Limit(1e-3),
 }
 # A fault in one weight moves one layer's output by less than the limits above leave room for, but it moves it. Sums in
-# another order move a few outputs of a set, a right build not more than that.
-UNMOVED, UNMOVED_SHARE = 1e-6, 0.98
+# another order leave these outputs where they are, or move one stream value by one bf16 ulp.
+UNMOVED = {"index_scores": 1e-6, "attn_out": 1e-6, "router_logits": 1e-6, "moe_out": 1e-6, "X_out": 5e-5}
+UNMOVED_SHARE = 0.98
 STEP_LIMIT = Limit(0.15, 1e-3)
 STEP_SHARE_ABOVE_1E2, STEP_ARGMAX = 0.10, 0.95
 RUN_LIMIT, RUN_ARGMAX = Limit(0.2, 4e-2), 0.85
@@ -145,11 +146,10 @@ def check_layers(engine: Engine, run: Arrays, traces: Sequence[tuple[str, Arrays
     for name, limit in LAYER_LIMITS.items():
         if errors[name]:
             report.check("layer", name, errors[name], limit)
-    for name in ("index_scores", "attn_out", "router_logits", "moe_out", "X_out"):
-        if not errors[name]:
-            continue
-        unmoved = sum(e <= UNMOVED for e, _ in errors[name]) / len(errors[name])
-        report.check_share("layer", f"{name} within {UNMOVED:.0e}", unmoved, UNMOVED_SHARE)
+    for name, most in UNMOVED.items():
+        if errors[name]:
+            unmoved = sum(e <= most for e, _ in errors[name]) / len(errors[name])
+            report.check_share("layer", f"{name} within {most:.0e}", unmoved, UNMOVED_SHARE)
 
 
 def check_steps(engine: Engine, run: Arrays, traces: Sequence[tuple[str, Arrays]], report: Report) -> None:
