@@ -148,10 +148,11 @@ def expert_flips(ckpt: Checkpoint, layer: int, expert: int) -> list[tuple[str, l
     places: list[tuple[str, list[int]]] = []
     for name, off in (("w1", lay.gate_off), ("w3", lay.up_off)):
         codes = raw[off : off + lay.weight_nbytes].reshape(cfg.inter_dim, cfg.dim // 2)[:, column] >> 4 & 7
-        places.append((name, [off + int(row) * cfg.dim // 2 + column for row in np.argsort(-codes)[:8]]))
+        places.append((name, [off + int(row) * cfg.dim // 2 + column for row in np.argsort(-codes)]))
     codes = raw[lay.down_off : lay.down_off + lay.weight_nbytes].reshape(cfg.dim, cfg.inter_dim // 2) >> 4 & 7
     places.append(("w2", [lay.down_off + int(r) * codes.shape[1] + c for c, r in enumerate(codes.argmax(axis=0))]))
-    places += [(f"s{i + 1}", [lay.weights_nbytes + i * lay.scale_nbytes]) for i in range(3)]
+    scales = range(0, lay.scale_nbytes, 4)
+    places += [(f"s{i + 1}", [lay.weights_nbytes + i * lay.scale_nbytes + at for at in scales]) for i in range(3)]
     return places
 
 
