@@ -184,7 +184,9 @@ class Engine:
                 backend=backend,
                 progress=progress,
             )
-            engine._stack.push(stack.pop_all())  # closed after everything that reads from it
+            # the engine's parts close first: they read from the checkpoint
+            stack.push(engine._stack)
+            engine._stack = stack.pop_all()
         return engine
 
     # ---- building

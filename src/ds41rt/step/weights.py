@@ -40,7 +40,10 @@ class DeviceWeights:
                     progress(done, total)
             self._free_staging()
         except BaseException:
-            self.close()
+            try:
+                backend.synchronize(stream)  # a copy may still read the staging buffer
+            finally:
+                self.close()
             raise
 
     def ptr(self, name: str) -> int:
