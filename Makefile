@@ -18,8 +18,8 @@ test: check
 	$(BIN)/pytest
 
 check: $(READY)
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 
 # Everything, the tests that take minutes included (some need a C compiler).
