@@ -145,10 +145,10 @@ def test_the_largest_selection_that_the_kernel_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
 ) -> None:
     """Both routes and the step graph agree at the limits; with one pick there is nothing to normalise."""
-    ref = reference(other_model(tmp_path, monkeypatch, **changes), 30)
+    ref = reference(other_model(tmp_path, monkeypatch, **changes), 12)
     for settings in ({"mode": "eager", "device_route": False}, {"mode": "eager", "device_route_diag": True}, {}):
         with capture_logs() as logs, Run(ref, slots=40, **settings) as run:  # type: ignore[arg-type] # a few settings
-            run.steps(30)
+            run.steps(12)
             assert warnings(logs) == []
 
 
