@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "step": _STEP,
     "engine": _ENGINE,
     "trace": {"engine", *_ENGINE},
+    "testing": {"cu"},
     "tools": _TOOLS,
     "cli": {"tools", *_TOOLS},
     "__main__": {"cli"},
@@ -61,10 +62,11 @@ ONLY = {
     "structlog": {"log", "cli"},
     "argparse": {"cli", "tools"},
     "tokenizers": {"checkpoint.token_map"},
+    "pytest": {"testing.plugin"},
 }
 # modules of ours that only these may import
 PRIVATE = {
-    "cu.host": {"cu.backend", "cu.host"},
+    "cu.host": {"cu.backend", "cu.host", "testing"},
     "cu.driver": {"cu.backend"},
 }
 # step/machine.py: names of ours that it may know
@@ -173,6 +175,9 @@ def test_imports_follow_the_arrows() -> None:
         ("errors", "from ds41rt.log import Logger"),
         ("engine", "from ds41rt.tools.decode import greedy"),
         ("engine", "import structlog"),
+        ("engine", "from ds41rt.testing import assert_no_leaks"),
+        ("testing.checks", "import pytest"),
+        ("testing.checks", "from ds41rt.engine import Engine"),
         ("trace", "from ds41rt.tools.progress import ProgressBar"),
         ("tools.demo", "from ds41rt.cli import main"),
         ("", "from ds41rt.engine import Engine"),
@@ -231,6 +236,6 @@ def test_only_open_backend_chooses_the_host_backend() -> None:
 
 def test_every_import_is_declared() -> None:
     """What the package imports from outside is the standard library or stands in pyproject.toml."""
-    declared = {"cuda", "numpy", "ml_dtypes", "pydantic", "pydantic_core", "structlog", "tokenizers"}
+    declared = {"cuda", "numpy", "ml_dtypes", "pydantic", "pydantic_core", "pytest", "structlog", "tokenizers"}
     used = {n.split(".")[0] for source in SOURCES.values() for n in imported(source, SUBMODULES)}
     assert used - set(sys.stdlib_module_names) - {"ds41rt"} <= declared

@@ -7,53 +7,67 @@
 Mutants are generated from the syntax trees of `TARGETS`: every comparison, every integer plus and minus one, every
 early return, guard and statement call (waits, records and synchronisations are such) removed, every `not` removed,
 `and` and `or` swapped, assignments to attributes removed; a function that has none of these is emptied. A mutant is
-killed when a test fails, or does not end in time: `STAGES` are tried in order, those that know the file best first.
+killed when a test fails, or does not end in time. Most die in a second of the scenarios in `SMOKE`, in a fork of this
+process whose function was exchanged; for the others the `STAGES` are tried, those that know the file best first.
 The documentation lists the survivors with a reason each.
 """
 
 import argparse
 import ast
 import copy
+import importlib
 import json
+import logging
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src/ds41rt")
 TARGETS = ("step/*.py", "moe/*.py", "cu/host/stream.py", "cu/host/capture.py", "cu/host/graph.py")
-LIMIT_S = 90  # of one stage; the slowest takes a third of it here
+MIN_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0  # of one stage: this often what it takes without a mutation, but at least this
 LIMIT_NBYTES = 6 << 30  # of address space: a loop that never ends may also never stop allocating
 
-HOST = ["tests/cu/test_host_streams.py", "tests/cu/test_host_capture.py", "tests/cu/test_host_memory.py"]
-PROTOCOL = ["tests/protocol"]
-SLOW = [
-    "tests/engine/test_engine_waits.py",
-    "tests/engine/test_engine_falls.py",
-    "tests/engine/test_engine_failures.py",
-    "tests/engine/test_engine_sequences.py",
-    "tests/engine/test_engine_routes.py",
-    "tests/engine/test_engine_trace.py",
-    "tests/engine/test_engine_equal.py::test_golden_checkpoint",
-    "tests/test_failures.py",
+HOST = [["tests/cu/test_host_streams.py", "tests/cu/test_host_capture.py", "tests/cu/test_host_memory.py"]]
+HOST += [["tests/cu/test_host_kernels.py", "tests/engine/test_engine_workspace.py"]]
+QUICK = [
+    "tests/protocol/test_scenarios.py",
+    "-k",
+    "disturbance or pair or lies or something_else or baked or read_fails",
 ]
-# By the folder of the mutated file; a stage is one pytest command.
+PROTOCOL = ["tests/protocol"]
+ENGINE = [
+    ["tests/engine/test_engine_falls.py", "tests/engine/test_engine_routes.py", "tests/engine/test_engine_trace.py"],
+    ["tests/engine/test_engine_waits.py"],
+    ["tests/engine/test_engine_failures.py"],
+    ["tests/engine/test_engine_sequences.py", "tests/engine/test_engine_growth.py"],
+    ["tests/engine/test_engine_equal.py", "tests/engine/test_engine_mix.py"],
+    ["tests/test_failures.py", "tests/test_log.py", "tests/tools", "tests/cli"],
+]
+# By the beginning of the mutated file's name, the first that fits; a stage is one pytest command.
 STAGES: dict[str, list[list[str]]] = {
-    "step": [["tests/step"], PROTOCOL, ["tests/moe"], SLOW],
-    "moe": [["tests/moe"], PROTOCOL, ["tests/step"], SLOW],
-    "host": [HOST, ["tests/cu/test_host_kernels.py", "tests/step"], PROTOCOL, SLOW],
+    "step/machine": [["tests/step"], QUICK, PROTOCOL, *ENGINE],
+    "step/": [QUICK, PROTOCOL, ["tests/step"], *ENGINE],
+    "moe/route": [QUICK, PROTOCOL, ["tests/moe"], *ENGINE],
+    "moe/fetch": [QUICK, PROTOCOL, ["tests/moe"], *ENGINE],
+    "moe/": [["tests/moe"], QUICK, PROTOCOL, *ENGINE],
+    "cu/host/": [*HOST, QUICK, ["tests/step"], PROTOCOL, *ENGINE],
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -68,23 +82,32 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+_PRINTING = threading.Lock()  # a change edits the tree that the mutants of a file share
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: where, what, and the whole file with it."""
+    """One change: where and what. `source` prints the whole file with it."""
 
     file: str  # below the package
     function: str
     kind: str
     what: str
     number: int  # among equals in its function
-    source: str
+    tree: ast.Module
+    change: Callable[[], Callable[[], None]]
 
     @property
     def name(self) -> str:
         return f"{self.file}:{self.function}: {self.kind}: {self.what}" + (f" #{self.number}" if self.number else "")
+
+    def source(self) -> str:
+        with _PRINTING:
+            undo = self.change()
+            source = ast.unparse(ast.fix_missing_locations(_DropNot().visit(copy.deepcopy(self.tree))))
+            undo()
+        return source
 
 
 # ---- generating
@@ -221,15 +244,10 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
     sites = _Sites()
     sites.visit(tree)
     seen: Counter[tuple[str, str, str]] = Counter()
-    original = ast.unparse(tree)
     for function, kind, what, change in sites.found:
-        undo = change()
-        source = ast.unparse(ast.fix_missing_locations(_DropNot().visit(copy.deepcopy(tree))))
-        undo()
-        if source != original:
-            key = function, kind, what
-            yield Mutant(file, function, kind, what, seen[key], source)
-            seen[key] += 1
+        key = function, kind, what
+        yield Mutant(file, function, kind, what, seen[key], tree, change)
+        seen[key] += 1
 
 
 def all_mutants() -> list[Mutant]:
@@ -242,12 +260,102 @@ def all_mutants() -> list[Mutant]:
 
 # ---- running
 
+SMOKE = (
+    {
+        "words": "a*3 a/miss=0.0/falls=0 a/miss=1.1/falls=1 a/miss=2.2/falls=2 a/miss=3.0/falls=3 a/miss=all "
+        "a/miss=/clean a/miss=/wrong=2.1/falls=2/stale_table=1 a/miss=1.0/wrong=1.0/falls=1/no_flag=1 a/miss=/lost=0.1 "
+        "b a:fork=c c a/miss=/clean a*12",
+        "slots": 16,
+        "schedule": "random:1",
+        "watch": True,
+    },
+    {
+        "words": "a*3 a/bake=3/late=40 a a/miss=1.0/fail=30 b a a/miss=all/reads=3 a a/read=0 a a/move=1@2 a/move=6 "
+        "a:reset a*3 a:truncate=-1 a/other=1.end/captures=1 a/bake=1/captures=3 a/miss=/clean b:close a*2",
+        "slots": 17,
+    },
+    {"words": "a*30", "slots": 5, "schedule": "eager"},
+    {"words": "a*2/record=30 a reopen a*2 a/stop=20 a a/late=50 a*2", "slots": 20, "schedule": "random:2"},
+    {"words": "a*6 a/wrong=1.0 a/miss=all/reads=2 a b", "slots": 16, "mode": "eager", "schedule": "random:3"},
+)
+
+
+class Smoke:
+    """Runs the scenarios of `SMOKE` in forks; what the twin expects is computed once, before."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "protocol")]
+        scenario = importlib.import_module("scenario")
+        synth = importlib.import_module("ds41rt.checkpoint.synth")
+        path = folder / "checkpoint"
+        synth.synthesize(path, scenario.PRESET, 1)
+        self._runner = scenario.Runner(path, "host")
+        self._scenarios = [scenario.Scenario(**fields) for fields in SMOKE]
+        self._run()
+        start = time.monotonic()
+        self._run()
+        self._limit_s = max(MIN_LIMIT_S / 3, LIMIT_FACTOR * (time.monotonic() - start))
+        print(f"baseline {time.monotonic() - start:5.1f} s  smoke", flush=True)
+
+    def _run(self) -> None:
+        for scenario in self._scenarios:
+            self._runner(scenario)
+
+    def __call__(self, mutant: Mutant) -> tuple[bool, str]:
+        """(passed, what failed). A mutant that cannot be exchanged in place passes."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            why = ""
+            try:
+                resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES))
+                logging.disable()
+                if exchange(mutant):
+                    self._run()
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the mutant was noticed
+                why = f"smoke: {str(error).splitlines()[:1]} {error.__cause__!r}"[:300]
+            os.write(write, why.encode())
+            os._exit(0)
+        os.close(write)
+        ready, _, _ = select.select([read], [], [], self._limit_s)
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with os.fdopen(read) as pipe:
+            why = pipe.read() if ready else f"smoke: no end after {self._limit_s:.0f} s"
+        return not why, why
+
+
+def exchange(mutant: Mutant) -> bool:
+    """Give the function that is loaded the mutant's code, so that all who imported it have it; False if that fails."""
+    name = "ds41rt." + mutant.file.removesuffix(".py").replace("/", ".")
+    fresh = types.ModuleType(name)
+    exec(compile(mutant.source(), mutant.file, "exec"), fresh.__dict__)
+    old: Any = importlib.import_module(name)
+    new: Any = fresh
+    for part in mutant.function.split("."):
+        if part not in vars(old):
+            break  # a function in a function: it is in the code of the outer one
+        old, new = vars(old)[part], vars(new)[part]
+        old, new = (getattr(x, "fget", None) or getattr(x, "__func__", x) for x in (old, new))
+    if not isinstance(old, types.FunctionType) or old.__code__.co_freevars != new.__code__.co_freevars:
+        return False
+    old.__code__ = new.__code__
+    return True
+
+
+def stages_of(mutant: Mutant) -> list[list[str]]:
+    return next(stages for start, stages in STAGES.items() if mutant.file.startswith(start))
+
 
 class Tree:
     """A copy of source and tests in a temporary folder; the goldens and the compiled kernels are linked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, smoke: Smoke, limits_s: dict[str, float]) -> None:
         self.folder = folder
+        self._smoke = smoke
+        self._limits_s = limits_s  # by stage, shared by all trees
         skip = shutil.ignore_patterns("__pycache__", "goldens", "goldens_own", ".hypothesis")
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=skip)
@@ -259,37 +367,41 @@ class Tree:
     def pytest(self, args: list[str]) -> tuple[bool, str]:
         """(passed, the first line about a failure)."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("DS41RT_", "PYTEST_"))}
-        env |= {"PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider", *args]
+        paths = [str(self.folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+        limit_s = self._limits_s.get(" ".join(args), 600.0)
+        start = (
+            f"import resource, sys, pytest; resource.setrlimit(resource.RLIMIT_AS, ({LIMIT_NBYTES}, {LIMIT_NBYTES})); "
+        )
+        command = [sys.executable, "-c", start + "sys.exit(pytest.main(sys.argv[1:]))"]
         process = subprocess.Popen(
-            command,
+            [*command, "-x", "--tb=line", "-p", "no:cacheprovider", *args],
             cwd=self.folder,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES)),
         )
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return False, f"no end after {LIMIT_S} s: {' '.join(args)}"
+            return False, f"no end after {limit_s:.0f} s: {' '.join(args)}"
         if process.returncode == 0:
             return True, ""
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
         return False, (lines or output.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:300]
 
-    def run(self, mutant: Mutant) -> dict[str, object]:
+    def run(self, mutant: Mutant, n_stages: int | None) -> dict[str, object]:
         path = self.folder / PACKAGE / mutant.file
         original = path.read_text()
         start = time.monotonic()
         try:
-            path.write_text(mutant.source)
-            for stage in STAGES[Path(mutant.file).parent.name]:
-                passed, why = self.pytest(stage)
+            path.write_text(mutant.source())
+            for stage in [None, *stages_of(mutant)][:n_stages]:
+                passed, why = self._smoke(mutant) if stage is None else self.pytest(stage)
                 if not passed:
                     return {"killed": True, "by": why, "seconds": round(time.monotonic() - start, 1)}
         finally:
@@ -304,28 +416,39 @@ class Tree:
         for stage in stages:
             start = time.monotonic()
             passed, why = self.pytest(stage)
+            self._limits_s[" ".join(stage)] = max(MIN_LIMIT_S, LIMIT_FACTOR * (time.monotonic() - start))
             print(f"baseline {time.monotonic() - start:5.1f} s  {' '.join(stage)[:100]}", flush=True)
             if not passed:
                 raise SystemExit(f"the tests fail without a mutation: {why}")
 
 
-def run_all(todo: list[Mutant], results: dict[str, dict[str, object]], file: Path, jobs: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def run_all(
+    todo: list[Mutant],
+    results: dict[str, dict[str, object]],
+    file: Path,
+    *,
+    jobs: int,
+    n_stages: int | None,
+    seconds: float,
+) -> None:
     with tempfile.TemporaryDirectory(prefix="ds41rt-mutants-") as folder:
         trees: SimpleQueue[Tree] = SimpleQueue()
+        limits_s: dict[str, float] = {}
+        smoke = Smoke(Path(folder))
         for i in range(jobs):
-            trees.put(Tree(Path(folder) / str(i)))
+            trees.put(Tree(Path(folder) / str(i), smoke, limits_s))
         first = trees.get()
-        stages = [stage for m in {Path(m.file).parent.name for m in todo} for stage in STAGES[m]]
+        stages = [stage for mutant in todo for stage in stages_of(mutant)[: None if n_stages is None else n_stages - 1]]
         first.check_baseline([s for i, s in enumerate(stages) if s not in stages[:i]])
         trees.put(first)
+        end = time.monotonic() + seconds
 
         def one(mutant: Mutant) -> None:
             if time.monotonic() > end:
                 return
             tree = trees.get()
             try:
-                result = tree.run(mutant)
+                result = tree.run(mutant, n_stages)
             finally:
                 trees.put(tree)
             results[mutant.name] = result
@@ -364,6 +487,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--retry", action="store_true", help="run survivors again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutant after this long")
+    parser.add_argument(
+        "--stages", type=int, help="only this many stages, smoke is the first; run again with --retry for the rest"
+    )
     parser.add_argument("--list", action="store_true", help="count the mutants and stop")
     parser.add_argument("--report", action="store_true", help="say what survived and stop")
     args = parser.parse_args()
@@ -385,7 +511,7 @@ def main() -> int:
         index, count = map(int, args.shard.split("/"))
         queue = [mutants[i] for _, i in sorted(order)][index - 1 :: count]
         todo = [m for m in queue if m.name not in results or (args.retry and not results[m.name]["killed"])]
-        run_all(todo, results, args.results, args.jobs, args.seconds)
+        run_all(todo, results, args.results, jobs=args.jobs, n_stages=args.stages, seconds=args.seconds)
     return 1 if report(mutants, results) else 0
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers
+from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers, why_not_truncate
 from ds41rt.checkpoint.checkpoint import Checkpoint
 from ds41rt.checkpoint.engram_table import engram_constants
 from ds41rt.checkpoint.source import ModelSource
@@ -59,9 +59,10 @@ _ARENA_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the engine was opened; of completed tokens only, so the equations hold at any time.
+    """Counters since the engine was opened.
 
-    replays == clean_replays + sum(falls.values()); device_hits + host_hits + misses == layers * top-k * tokens.
+    device_hits + host_hits + misses == layers * top-k * tokens, all of completed tokens. Replays, falls, captures and
+    bytes read include what tokens did that failed; replays == clean_replays + sum(falls.values()) all the same.
     """
 
     tokens: int
@@ -90,12 +91,30 @@ class DecodeSequence:
         self._engine = engine
         self.step = step
         self.position = 0
+        # One past the position whose step was begun last, completed or not: tells what rings and pools have lost.
+        self.started = 0
         self.closed = False
 
     def reset(self) -> None:
         """Start over with an empty text; buffers are kept, so no graph is captured again."""
-        self._engine.check_sequence(self)
-        self.position = 0
+        self.truncate(0)
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` (at most the current one): the next token is stepped there, and may be another one.
+
+        Raises `InputError` with the reason where the state of `position` is gone. What is always there: the current
+        position, 0, and one step back; further back only while no window ring has wrapped, and with ratio-2
+        compression only to even positions (see `attn.sequence.why_not_truncate`). A step that failed counts: it may
+        have written its state, so that from there one step back is two.
+        """
+        self._engine.truncate_sequence(self, position)
+
+    def fork(self) -> "DecodeSequence":
+        """A new sequence with the same text so far, in buffers of its own; both go on independently.
+
+        Costs one copy of the sequence's device memory. Raises `OutOfDeviceMemory` naming the buffer.
+        """
+        return self._engine.fork_sequence(self)
 
     def close(self) -> None:
         """Free the sequence's device memory. Idempotent."""
@@ -324,13 +343,14 @@ class Engine:
                 top_k=cfg.top_k,
                 n_layers=cfg.n_layers,
                 limits=(_ROUTE_MAX_EXPERTS, _ROUTE_MAX_TOP_K, SLOT_TABLE_LAYERS),
+                step_graph="off" if self.settings.step_graph else "not asked for",
             )
         return fits
 
     def _step_graph_usable(self) -> bool:
         if not self.settings.step_graph:
             return False
-        if not self.device_route:
+        if not self.settings.device_route:
             log.warning("step graph not usable, the step runs eagerly", reason="the device route is off")
         return self.device_route
 
@@ -339,13 +359,43 @@ class Engine:
     def new_sequence(self) -> DecodeSequence:
         """An empty sequence with buffers for `max_context` tokens. Raises `OutOfDeviceMemory` naming the buffer."""
         with self._exclusive():
-            ident = self._next_ident
-            self._next_ident += 1
-            max_context = self.max_context
-            buffers = SequenceBuffers(self.backend, self.config, max_context, f"sequence {ident}")
-            seq = DecodeSequence(self, StepSequence(ident, buffers, np.zeros(max_context, np.int64)))
-            self._sequences.add(seq)
-            return seq
+            return self._new_sequence()
+
+    def _new_sequence(self) -> DecodeSequence:
+        ident = self._next_ident
+        self._next_ident += 1
+        max_context = self.max_context
+        buffers = SequenceBuffers(self.backend, self.config, max_context, f"sequence {ident}")
+        seq = DecodeSequence(self, StepSequence(ident, buffers, np.zeros(max_context, np.int64)))
+        self._sequences.add(seq)
+        return seq
+
+    def fork_sequence(self, seq: DecodeSequence) -> DecodeSequence:
+        with self._exclusive():
+            self._check_sequence(seq)
+            fork = self._new_sequence()
+            try:
+                fork.step.buffers.copy_from(seq.step.buffers, self.stream)
+                self.backend.synchronize(self.stream)
+            except BaseException:
+                self._close_sequence(fork)
+                raise
+            fork.step.history[:] = seq.step.history
+            fork.position, fork.started = seq.position, seq.started
+            return fork
+
+    def truncate_sequence(self, seq: DecodeSequence, position: int) -> None:
+        with self._exclusive():
+            self._check_sequence(seq)
+            if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= seq.position:
+                raise InputError(f"cannot truncate to {position!r}: give an integer in 0..{seq.position}")
+            reason = why_not_truncate(self.config, seq.started, position)
+            if reason is not None:
+                raise InputError(
+                    f"cannot truncate from position {seq.position} to {position}: {reason}; fork the sequence before "
+                    "its text branches, or reset it and step the text again"
+                )
+            seq.position = position
 
     def preload(self, layer: int, experts: Sequence[int]) -> None:
         """Make experts of `layer` resident ahead of use, top-k at a time. Raises `CacheError`, `CheckpointError`."""
@@ -368,6 +418,7 @@ class Engine:
             step = seq.step
             if self.engram is not None:
                 step.history[position] = self.engram.compressed(token)
+            seq.started = position + 1
             self.bodies.bind(step, token, position)
             try:
                 self.machine.run_token(position)
@@ -466,10 +517,6 @@ class Engine:
         if seq not in self._sequences:
             what = "is closed" if seq.closed else "belongs to another engine"
             raise InputError(f"sequence {seq.step.ident} {what}; make one with new_sequence()")
-
-    def check_sequence(self, seq: DecodeSequence) -> None:
-        with self._exclusive():
-            self._check_sequence(seq)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise `InputError` naming the first id that cannot be decoded."""

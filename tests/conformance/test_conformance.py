@@ -19,11 +19,12 @@ OTHER_SCHEDULES = ["eager", *(f"random:{seed}" for seed in range(4))]
 # What the driver backend answers before the driver is asked: (question, key) is to agree with (case, key).
 SAME = [
     (("zero_byte_allocation", "device"), ("allocate_nothing", "device")),
-    (("zero_byte_allocation", "pinned"), ("allocate_nothing", "pinned")),
     (("begin_while_capturing", "second"), ("begin_while_capturing", "begin on main")),
     (("begin_while_capturing", "status"), ("begin_while_capturing", "main")),
     (("end_while_not_capturing", "end"), ("end_while_not_capturing", "end")),
 ]
+# What both backends refuse and a driver would not: an empty buffer is always a mistake.
+STRICTER = [(("zero_byte_allocation", "pinned"), ("allocate_nothing", "pinned"))]
 
 
 @cache
@@ -71,6 +72,16 @@ def test_codes_that_the_driver_backend_gives_itself(
     path: Path, question: tuple[str, str], case: tuple[str, str]
 ) -> None:
     assert recorded(path)["raw"][question[0]][question[1]] == host_answer(case[0])[case[1]]
+
+
+@pytest.mark.parametrize(("question", "case"), STRICTER, ids=lambda pair: " ".join(pair))
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_both_backends_refuse_and_a_driver_does_not(
+    path: Path, question: tuple[str, str], case: tuple[str, str]
+) -> None:
+    assert recorded(path)["raw"][question[0]][question[1]] == "SUCCESS"
+    answers = recorded(path)["cases"][case[0]][case[1]], host_answer(case[0])[case[1]]
+    assert answers == ("INVALID_VALUE", "INVALID_VALUE")
 
 
 @pytest.mark.parametrize("schedule", OTHER_SCHEDULES)

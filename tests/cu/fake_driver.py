@@ -23,7 +23,6 @@ from ds41rt.cu.backend import Event, Graph, GraphExec, HostBuffer, Stream
 from ds41rt.cu.driver import DriverBackend
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.host.command import Copy, Fill
-from ds41rt.cu.host.graph import GraphLaunch
 from ds41rt.cu.kernel import KernelSpec, Pointer
 from ds41rt.cu.ptx import entry_name, entry_types
 from ds41rt.cu.result import CudaError, Status
@@ -42,7 +41,7 @@ _CALLS = {
           cuMemHostGetDevicePointer cuPointerGetAttribute cuStreamCreate cuStreamIsCapturing cuStreamEndCapture
           cuEventCreate cuEventElapsedTime cuModuleLoadData cuModuleGetFunction cuFuncGetAttribute
           cuFuncGetName cuKernelGetName cuGraphInstantiate cuGraphNodeGetType cuGraphKernelNodeGetParams
-          cuGraphMemcpyNodeGetParams cuGraphMemsetNodeGetParams cuGraphChildGraphNodeGetGraph cuLogsCurrent""",
+          cuGraphMemcpyNodeGetParams cuGraphMemsetNodeGetParams cuLogsCurrent""",
     2: """cuDevicePrimaryCtxGetState cuMemGetInfo cuFuncGetParamInfo cuKernelGetParamInfo cuGraphGetNodes
           cuLogsDumpToMemory""",
     4: "cuGraphGetEdges",
@@ -134,7 +133,6 @@ class FakeDriver:
         self._handles = count(0x5000)
         self._nodes: dict[int, Any] = {}
         self._graph_nodes: dict[int, list[int]] = {}
-        self._children: dict[int, Any] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}
         self._keep: list[Any] = []
         self._current = threading.local()
@@ -372,11 +370,8 @@ class FakeDriver:
     def _cuGraphExecDestroy(self, graph_exec: int) -> None:
         self.host.destroy_exec(GraphExec(graph_exec))
 
-    def _nodes_of(self, graph: int) -> Any:
-        return self._children[graph] if graph in self._children else self.host._graphs[graph]
-
     def _cuGraphGetNodes(self, graph: int, n: int) -> tuple[list[int], int]:
-        nodes = self._nodes_of(graph)
+        nodes = self.host._graphs[graph]
         if graph not in self._graph_nodes:
             self._graph_nodes[graph] = [next(self._handles) for _ in nodes]
             self._nodes.update(zip(self._graph_nodes[graph], nodes, strict=True))
@@ -385,13 +380,13 @@ class FakeDriver:
 
     def _cuGraphGetEdges(self, graph: int, n: int) -> tuple[list[int], list[int], list[None], int]:
         handles = self._graph_nodes[graph]
-        pairs = [(handles[dep], handles[i]) for i, node in enumerate(self._nodes_of(graph)) for dep in node.deps]
+        pairs = [(handles[dep], handles[i]) for i, node in enumerate(self.host._graphs[graph]) for dep in node.deps]
         if not n:
             return [], [], [], len(pairs)
         return [a for a, _ in pairs], [b for _, b in pairs], [None] * n, len(pairs)
 
     def _cuGraphNodeGetType(self, node: int) -> int:
-        return {"kernel": 0, "h2d": 1, "d2h": 1, "d2d": 1, "fill": 2, "graph": 4}[self._nodes[node].command.kind]
+        return {"kernel": 0, "h2d": 1, "d2h": 1, "d2d": 1, "fill": 2}[self._nodes[node].command.kind]
 
     def _cuGraphKernelNodeGetParams(self, node: int) -> SimpleNamespace:
         _, function, (x, y, z, bx, by, bz, shared), values = self._captured[id(self._nodes[node].command)]
@@ -436,13 +431,6 @@ class FakeDriver:
         command = self._nodes[node].command
         assert isinstance(command, Fill)
         return SimpleNamespace(dst=command.dst, value=command.byte, elementSize=1, width=command.nbytes, height=1)
-
-    def _cuGraphChildGraphNodeGetGraph(self, node: int) -> int:
-        command = self._nodes[node].command
-        assert isinstance(command, GraphLaunch)
-        handle = next(self._handles)
-        self._children[handle] = command.nodes
-        return handle
 
     # The driver's log: an iterator is the number of lines already read.
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,7 @@ def test_the_first_failure_is_named_by_all_later_ones(rig: Rig) -> None:
         lambda: backend.wait(rig.main, rig.fork),
         lambda: backend.end_capture(rig.main),
     ]
+    _fails(Status.STREAM_CAPTURE_UNSUPPORTED, lambda: backend.synchronize(rig.main), *blame)
     for call in later:
         _fails(Status.STREAM_CAPTURE_INVALIDATED, call, *blame)
     assert "another line" not in first
@@ -244,11 +246,30 @@ def test_events_of_a_capture(rig: Rig) -> None:
     for ask in (backend.query_event, backend.synchronize_event):
         backend.begin_capture(rig.main)
         backend.record(rig.fork, rig.main)
-        _fails(Status.CAPTURED_EVENT, lambda ask=ask: ask(rig.fork), "'fork'", "use another event")  # type: ignore[misc]  # a loop variable bound early
+        _fails(Status.CAPTURED_EVENT, partial(ask, rig.fork), "'fork'", "use another event")
+        again = ("'fork'", "a capture that has ended or is invalid", "record it again")
+        _fails(Status.INVALID_VALUE, partial(ask, rig.fork), *again)
         backend.abort_capture(rig.main)
+        _fails(Status.INVALID_VALUE, partial(ask, rig.fork), *again)
+        _fails(Status.INVALID_VALUE, lambda: backend.wait(rig.side, rig.fork), *again)
+    backend.begin_capture(rig.main)
+    _fails(Status.INVALID_VALUE, lambda: backend.wait(rig.main, rig.fork), *again)
+    _fails(Status.STREAM_CAPTURE_INVALIDATED, lambda: backend.end_capture(rig.main), *again)
     backend.record(rig.fork, rig.main)
     backend.synchronize_event(rig.fork)
     assert backend.query_event(rig.fork)
+    assert rig.works()
+
+
+def test_a_graph_launched_in_a_capture_is_refused(rig: Rig) -> None:
+    backend = rig.backend
+    backend.begin_capture(rig.main)
+    backend.launch(rig.scale, rig.main)
+    graph_exec = backend.instantiate(backend.end_capture(rig.main))
+    backend.begin_capture(rig.main)
+    hint = "nor can an executable graph be launched into a capture"
+    _fails(Status.STREAM_CAPTURE_UNSUPPORTED, lambda: backend.launch_graph(graph_exec, rig.main), "'main'", hint)
+    _fails(Status.STREAM_CAPTURE_INVALIDATED, lambda: backend.end_capture(rig.main), "cuGraphLaunch", hint)
     assert rig.works()
 
 
@@ -411,13 +432,6 @@ def test_describe_names_nodes_edges_and_every_baked_byte(rig: Rig) -> None:
     assert fill == FillNode(rig.x, 1, 1, 4)
     assert read_back == CopyNode(host.ptr + 16, "pinned", rig.x, "device", 16)
     assert write == CopyNode(rig.x, "device", page.ctypes.data, "pageable", 32)
-    outer_exec = backend.instantiate(graph)
-    backend.begin_capture(rig.side)
-    backend.launch_graph(outer_exec, rig.side)
-    (child,) = backend.describe_graph(backend.end_capture(rig.side)).nodes
-    assert child.kind == "graph"
-    assert isinstance(child.content, GraphInfo)
-    assert [n.content for n in child.content.nodes][1:] == [offset, fill, read_back, write]
     backend.begin_capture(rig.side)
     assert backend.describe_graph(backend.end_capture(rig.side)) == GraphInfo(())
 

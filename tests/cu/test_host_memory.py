@@ -1,5 +1,7 @@
 """The address space of the host backend: allocation rules, poison, quarantine, bounds and sticky faults."""
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -149,8 +151,19 @@ def test_the_fault_places_the_address(delta: int, place: str) -> None:
     backend = HostBackend()
     stream = backend.create_stream("main")
     buf = backend.alloc("w", 64)
-    backend.fill(buf.ptr + delta, 1, 8, stream, label="clear")
-    with pytest.raises(CudaError, match=f"fill 'clear' destination: 8 bytes at .*{place}") as info:
+    launch = backend.prepare(SCALE, {"x": buf.ptr + delta, "a": 3, "n": 2}, "late")
+    calls: list[tuple[Callable[[], None], str]] = [
+        (lambda: backend.fill(buf.ptr + delta, 1, 8, stream, label="clear"), "fill 'clear' destination"),
+        (lambda: backend.copy_d2d(buf.ptr, buf.ptr + delta, 8, stream, "move"), r"copy 'move' \(d2d\) source"),
+        (lambda: backend.copy_d2d(buf.ptr + delta, buf.ptr, 8, stream, "move"), r"copy 'move' \(d2d\) destination"),
+    ]
+    for call, what in calls:
+        with pytest.raises(CudaError, match=f"{what}: 8 bytes at .*{place}") as refused:
+            call()
+        assert refused.value.status == Status.INVALID_VALUE
+    backend.synchronize(stream)  # nothing was enqueued, nothing is lost
+    backend.launch(launch, stream)
+    with pytest.raises(CudaError, match=f"'late'.*8 bytes at .*{place}") as info:
         backend.synchronize(stream)
     assert info.value.status == Status.ILLEGAL_ADDRESS
 
@@ -171,7 +184,7 @@ def test_null_and_misaligned_pointers() -> None:
 
 
 def test_a_queued_kernel_over_a_freed_buffer_faults() -> None:
-    backend = HostBackend()
+    backend = HostBackend(race_detection=False)
     stream = backend.create_stream("main")
     buf = backend.alloc("expert 3", 64)
     launch = backend.prepare(SCALE, {"x": buf.ptr, "a": 3, "n": 16}, "ffn")
@@ -184,7 +197,7 @@ def test_a_queued_kernel_over_a_freed_buffer_faults() -> None:
 
 
 def test_a_queued_copy_from_a_freed_pinned_buffer_faults() -> None:
-    backend = HostBackend()
+    backend = HostBackend(race_detection=False)
     stream = backend.create_stream("main")
     buf, host = backend.alloc("d", 64), backend.alloc_pinned("ring", 64)
     backend.copy_h2d(buf.ptr, host, 64, stream, label="fetch")

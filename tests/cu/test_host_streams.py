@@ -21,7 +21,7 @@ def test_unknown_schedules_are_refused(text: str) -> None:
 
 
 def test_lazy_runs_only_what_a_wait_depends_on() -> None:
-    backend = HostBackend()
+    backend = HostBackend(race_detection=False)
     a, b = backend.create_stream("a"), backend.create_stream("b")
     pinned = backend.alloc_pinned("flags", 4)
     pinned.array[:] = 0
@@ -42,7 +42,7 @@ def test_lazy_runs_only_what_a_wait_depends_on() -> None:
 
 
 def test_eager_runs_at_the_enqueue() -> None:
-    backend = HostBackend("eager")
+    backend = HostBackend("eager", race_detection=False)
     stream = backend.create_stream("a")
     pinned = backend.alloc_pinned("flags", 4)
     backend.fill(pinned.device_ptr, 9, 4, stream)
@@ -54,7 +54,7 @@ def test_eager_runs_at_the_enqueue() -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_read_their_source_when_they_execute(pinned: bool) -> None:
-    backend = HostBackend()
+    backend = HostBackend(race_detection=False)
     stream = backend.create_stream("a")
     rng = np.random.default_rng(2)
     source = backend.alloc_pinned("src", 64) if pinned else HostBuffer.pageable("src", np.ones(64, np.uint8))
@@ -68,7 +68,7 @@ def test_copies_read_their_source_when_they_execute(pinned: bool) -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_device_to_host_bytes_appear_at_the_synchronise(pinned: bool) -> None:
-    backend = HostBackend()
+    backend = HostBackend(race_detection=False)
     stream = backend.create_stream("a")
     data = np.random.default_rng(3).integers(0, 255, 32, dtype=np.uint8)
     src, tmp = upload(backend, stream, "src", data), backend.alloc("tmp", 32)
@@ -171,7 +171,7 @@ def test_schedules_agree_when_every_wait_is_there() -> None:
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_a_removed_wait_shows_in_some_schedule(missing: int) -> None:
     waits = (missing != 0, missing != 1, missing != 2)
-    results = {tuple(_diamond(HostBackend(schedule), waits)) for schedule in SCHEDULES}
+    results = {tuple(_diamond(HostBackend(schedule, race_detection=False), waits)) for schedule in SCHEDULES}
     assert len(results) > 1
 
 

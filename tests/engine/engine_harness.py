@@ -16,10 +16,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.cu.backend import GpuBackend
+from ds41rt.cu.backend import GpuBackend, Stream
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.engine import DecodeSequence, Engine, Stats
+from ds41rt.testing.conformance.kernels import AFFINE
 from ds41rt.trace import TraceRecorder
 
 Checkpoints = Callable[[str], Path]
@@ -105,6 +106,11 @@ class Lost:
             return call()
         why = "" if self.seen == self.n + 1 else "an earlier error: "
         raise CudaError(Status.ILLEGAL_ADDRESS, "planted", f"{why}call {self.n}")
+
+
+def plant_fault(backend: HostBackend, stream: Stream) -> None:
+    """Enqueue a kernel over memory that nobody allocated: it fails when it runs."""
+    backend.launch(backend.prepare(AFFINE, {"x": 0x1230, "a": 3, "b": 5, "n": 1}, "planted"), stream)
 
 
 def out_of_memory() -> CudaError:

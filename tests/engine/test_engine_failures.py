@@ -10,7 +10,18 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from engine_harness import Call, Checkpoints, FailAt, Lost, ProbeBackend, Run, check_counters, out_of_memory, reference
+from engine_harness import (
+    Call,
+    Checkpoints,
+    FailAt,
+    Lost,
+    ProbeBackend,
+    Run,
+    check_counters,
+    out_of_memory,
+    plant_fault,
+    reference,
+)
 from structlog.testing import capture_logs
 
 from ds41rt.cu.result import CudaError
@@ -394,10 +405,10 @@ def test_a_fault_that_is_still_pending_closes_the_engine_at_once(checkpoint: Che
 
         def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
             if where == "compute" and name == "launch" and args[0].label == "head":
-                run.backend.fill(0x1230, 0, 4, run.engine.stream, "planted")
+                plant_fault(backend.inner, run.engine.stream)
                 raise KeyboardInterrupt
             if where == "side" and name == "launch" and args[0] is shared:
-                run.backend.fill(0x1230, 0, 4, run.engine.fork.side, "planted")
+                plant_fault(backend.inner, run.engine.fork.side)
                 raise KeyboardInterrupt
             return call()
 

@@ -21,6 +21,7 @@ from engine_harness import (
     Run,
     call_site,
     out_of_memory,
+    plant_fault,
     reference,
 )
 
@@ -220,7 +221,7 @@ def opened_with_a_fault(ref: Reference, backend: ProbeBackend) -> None:
 
     def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
         if name == "alloc_pinned" and args[0] == "logits image":
-            backend.inner.fill(0x1230, 0, 4, streams[0], "planted")
+            plant_fault(backend.inner, streams[0])
         result = call() if outer is None else outer(name, args, call)
         if name == "create_stream":
             streams.append(result)
@@ -242,7 +243,7 @@ def failed_with_a_fault_pending(ref: Reference, backend: ProbeBackend) -> None:
         with Run(ref, slots=20, mode="eager", backend=(lost := ProbeBackend("lazy", backend.hook))) as run:
             run.steps(2)
             stream = run.engine.fork.side if on_side else run.engine.stream
-            fault = partial(lost.inner.fill, 0x1230, 0, 4, stream, "planted")
+            fault = partial(plant_fault, lost.inner, stream)
             lost.hook = InterruptAt(label, backend.hook, first=fault)
             with pytest.raises(KeyboardInterrupt):
                 run.step()

@@ -96,19 +96,26 @@ class SequenceBuffers:
         self._owned: list[DeviceBuffer] = []
         try:
             row_nbytes = 2 * cfg.head_dim
-            ring = self._alloc(f"{name}.ring", cfg.n_layers * cfg.window * row_nbytes)
-            self.ring = tuple(ring.ptr + layer * cfg.window * row_nbytes for layer in range(cfg.n_layers))
+            ring_nbytes = cfg.window * row_nbytes
+            ring = self._alloc(f"{name}.ring", cfg.n_layers * ring_nbytes)
+            self.ring = tuple(ring.ptr + layer * ring_nbytes for layer in range(cfg.n_layers))
             self.comp: dict[int, int] = {}
             self.ikey: dict[int, int] = {}
             self.pool: dict[int, int] = {}
             self.moves = 0  # raised by whoever moves one of these buffers, rings excepted
-            for s in cfg.kv_source_layers:
-                ratio = cfg.compress_ratios[s]
-                rows = max(1, max_context // ratio)
+            rows_of = {s: max(1, max_context // cfg.compress_ratios[s]) for s in cfg.kv_source_layers}
+            for s, rows in rows_of.items():
                 self.comp[s] = self._alloc(f"{name}.comp.L{s:02d}", rows * row_nbytes).ptr
                 self.ikey[s] = self._alloc(f"{name}.ikey.L{s:02d}", rows * 2 * cfg.index_head_dim).ptr
-                if ratio == 2:
+                if cfg.compress_ratios[s] == 2:
                     self.pool[s] = self._alloc(f"{name}.pool.L{s:02d}", 4 * 4 * cfg.head_dim).ptr
+            # in the order of `pointers`
+            self._sizes = [
+                *(ring_nbytes for _ in self.ring),
+                *(rows * row_nbytes for rows in rows_of.values()),
+                *(rows * 2 * cfg.index_head_dim for rows in rows_of.values()),
+                *(4 * 4 * cfg.head_dim for _ in self.pool),
+            ]
         except BaseException:
             self.close()
             raise
@@ -123,9 +130,38 @@ class SequenceBuffers:
         """The sequence's allocations."""
         return tuple(self._owned)
 
+    @property
+    def pointers(self) -> list[int]:
+        """Rings by layer, then compressed rows, index keys and pools by source: the order of the block's cells."""
+        return [*self.ring, *self.comp.values(), *self.ikey.values(), *self.pool.values()]
+
+    def copy_from(self, other: "SequenceBuffers", stream: Stream) -> None:
+        """Enqueue copies of everything that `other`, of the same model and context, holds."""
+        for dst, src, nbytes in zip(self.pointers, other.pointers, self._sizes, strict=True):
+            self._backend.copy_d2d(dst, src, nbytes, stream, "sequence.fork")
+
     def close(self) -> None:
         while self._owned:
             self._backend.free(self._owned.pop())
+
+
+def why_not_truncate(cfg: ModelConfig, started: int, position: int) -> str | None:
+    """Why a sequence cannot be stepped again from `position`, or None if all that this needs is still there.
+
+    `started` is one past the position whose step was begun last, completed or not. A step at p needs the ring rows of
+    p - window + 1 .. p - 1, and row q is gone once a step at q + window was begun: so only `started - 1` or later will
+    do, unless no ring has wrapped yet. (Once one has, `started` can only grow, because no earlier position is allowed.)
+    At an odd p it pools p with p - 1, whose projections a step at p + 1 has replaced; at an even p the pool is written
+    before it is read. Compressed rows and index keys are never replaced by later positions, and those of p and later
+    are written again before they are read.
+    """
+    if position == 0 or position >= started - 1:
+        return None
+    if started > cfg.window:
+        return f"a window ring holds {cfg.window} rows, and the step at {started - 1} has replaced one that is needed"
+    if position % 2 and any(cfg.compress_ratios[s] == 2 for s in cfg.kv_source_layers):
+        return f"position {position} is pooled with {position - 1}, whose projections a later step has replaced"
+    return None
 
 
 class SequenceBlock:
@@ -176,8 +212,7 @@ class SequenceBlock:
 
     def upload_cells(self, buffers: SequenceBuffers, stream: Stream) -> None:
         """The sequence's pointers. The caller knows whether the device has them already."""
-        pointers = [*buffers.ring, *buffers.comp.values(), *buffers.ikey.values(), *buffers.pool.values()]
-        self._cells[:] = pointers
+        self._cells[:] = buffers.pointers
         off = self.layout.cells_off
         self._backend.copy_h2d(
             self.device.ptr + off, self._host, self.layout.cells_nbytes, stream, off, "sequence.cells"

@@ -111,7 +111,6 @@ class DriverBackend:
         self.driver_version = found.driver_version
         self.device, self.ptx = _preflight(found, ordinal, ptx_folder)
         self.device_name = self.device.name
-        self.device_name = self.device.name
         self._log = DriverLog(cu)
         # The first error that lost the context. `_key` is 0 from then on, so that every call takes the slow path.
         self._down: CudaError | None = None
@@ -123,7 +122,7 @@ class DriverBackend:
         self._graphs: dict[int, GraphState] = {}
         self._execs: dict[int, GraphState] = {}
         self._captures: list[CaptureState] = []
-        self._kernels = Kernels(cu, self._call, self.device, self.ptx)
+        self._kernels = Kernels(cu, self._call, self.device, self.driver_version, self.ptx)
         self._relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._raw_device = self._setup("cuDeviceGet", ordinal)
         self._context = self._setup("cuDevicePrimaryCtxRetain", self._raw_device)
@@ -193,10 +192,9 @@ class DriverBackend:
         return Stream(int(raw))
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Also ends and drops a capture that the stream began: nobody could end it afterwards."""
         state = self._stream("cuStreamDestroy", stream)
         if state.capture is not None and state is state.capture.streams[0]:
-            self._abort(state)
+            self._abort(state)  # nobody could end it afterwards
         self._call("cuStreamDestroy", state.raw, stream=state)
         del self._streams[stream]
         if state.capture is not None:
@@ -242,7 +240,7 @@ class DriverBackend:
         point = self._event("cuStreamWaitEvent", event)
         (code,) = self._cu.cuStreamWaitEvent(state.raw, point.raw, 0)
         if code:
-            raise self._fail("cuStreamWaitEvent", code, f"waits for event {point.name!r}", state)
+            raise self._fail("cuStreamWaitEvent", code, f"waits for {self._about(point, code)}", state)
         if point.capture is not None and state.capture is None and point.capture in self._captures:
             state.capture = point.capture
             point.capture.streams.append(state)
@@ -251,14 +249,14 @@ class DriverBackend:
         point = self._event("cuEventQuery", event)
         (code,) = self._cu.cuEventQuery(point.raw)
         if code and int(code) != Status.NOT_READY:
-            raise self._fail("cuEventQuery", code, f"event {point.name!r}")
+            raise self._fail("cuEventQuery", code, self._about(point, code))
         return not code
 
     def synchronize_event(self, event: Event) -> None:
         point = self._event("cuEventSynchronize", event)
         (code,) = self._cu.cuEventSynchronize(point.raw)
         if code:
-            raise self._fail("cuEventSynchronize", code, f"event {point.name!r}")
+            raise self._fail("cuEventSynchronize", code, self._about(point, code))
 
     # Work
 
@@ -471,11 +469,11 @@ class DriverBackend:
         parts = [f"stream {stream.name!r} {detail}".rstrip() if stream is not None else detail]
         if int(code) != status or status is Status.UNKNOWN:
             parts.append(f"the driver says {driver_text(self._cu, code)}")
-        capture = stream.capture if stream is not None else None
-        if capture is not None and capture.failure and status is Status.STREAM_CAPTURE_INVALIDATED:
-            parts.append(f"the capture was invalidated by {capture.failure}")
-        elif status in HINTS:
+        if status in HINTS:
             parts.append(HINTS[status])
+        capture = stream.capture if stream is not None else None
+        if capture is not None and capture.failure:
+            parts.append(f"the capture was invalidated by {capture.failure}")
         if status is Status.OUT_OF_MEMORY:
             unknown, free, total = self._cu.cuMemGetInfo()
             parts.append("" if unknown else f"{free} bytes of device memory are free of {total}")
@@ -535,6 +533,13 @@ class DriverBackend:
             return self._events[event]
         except KeyError:
             raise self._bad_handle(call, "event", event) from None
+
+    @staticmethod
+    def _about(point: EventState, code: Any) -> str:
+        """An event in an error. A capture that has ended or failed leaves its events void: a driver says only 1."""
+        void = point.capture is not None and int(code) == Status.INVALID_VALUE
+        why = ", last recorded in a capture that has ended or is invalid; record it again first" if void else ""
+        return f"event {point.name!r}{why}"
 
     @staticmethod
     def _bad_handle(call: str, kind: str, handle: int) -> CudaError:

@@ -17,7 +17,9 @@ Call = Callable[..., tuple[Any, ...]]
 LOST = frozenset(int(s) for s in STICKY - {Status.UNKNOWN}) | {214, 710, 714, 715, 717, 718, 999}
 CAPTURE_CODES = frozenset(range(900, 909))
 HINTS = {
-    Status.STREAM_CAPTURE_UNSUPPORTED: "a capturing stream cannot be waited for or asked",
+    Status.STREAM_CAPTURE_UNSUPPORTED: (
+        "a capturing stream cannot be waited for or asked, nor can an executable graph be launched into a capture"
+    ),
     Status.STREAM_CAPTURE_MERGE: "the event belongs to another capture",
     Status.STREAM_CAPTURE_UNMATCHED: "the capture has to be ended on the stream that began it",
     Status.STREAM_CAPTURE_UNJOINED: "a stream was not joined back; wait for an event recorded after its last work",

@@ -69,13 +69,15 @@ class DriverLaunch(KernelLaunch):
 class Kernels:
     """The PTX modules of one context and the functions taken from them."""
 
-    def __init__(self, cu: Any, call: Call, device: DeviceInfo, selection: ptx.Selection) -> None:
+    def __init__(self, cu: Any, call: Call, device: DeviceInfo, driver_version: int, selection: ptx.Selection) -> None:
         self.cu = cu
-        self.modules: dict[Path, Any] = {}
+        # By file, or by text for kernels that bring their own.
+        self.modules: dict[Path | str, Any] = {}
         self._call = call
         self._device = device
+        self._driver_version = driver_version
         self._selection = selection
-        self._functions: dict[str, _Function] = {}
+        self._functions: dict[tuple[str, str | None], _Function] = {}
 
     def prepare(
         self, spec: KernelSpec, args: Mapping[str, int | float], label: str, *, capturing: bool
@@ -90,7 +92,7 @@ class Kernels:
         if spec.geometry is None:
             raise UnsupportedError(f"{what} has no device version; use --backend host")
         geometry = spec.geometry(spec.scalars(args), self._device.n_multiprocessors)
-        function = self._functions.get(spec.name) or self._load(spec, capturing)
+        function = self._functions.get((spec.name, spec.ptx)) or self._load(spec, capturing)
         self._check(what, geometry, function)
         if geometry.shared_nbytes > function.dynamic_nbytes:
             attribute = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -104,28 +106,43 @@ class Kernels:
 
     def _load(self, spec: KernelSpec, capturing: bool) -> _Function:
         entry = ptx.entry_name(spec)
-        module = self._selection.entries.get(entry)
-        if module is None:
-            reasons = "; ".join(v.reason for v in self._selection.verdicts)
-            raise UnsupportedError(f"kernel {spec.name}: no PTX for this device has an entry {entry} ({reasons})")
-        has, want = module.entries[entry], ptx.entry_types(spec)
+        key, where, has = self._find(spec, entry)
+        want = ptx.entry_types(spec)
         if has != want:
-            text = f"kernel {spec.name} declares ({', '.join(want)}), {module.path} has ({', '.join(has)})"
-            raise UnsupportedError(f"{text}: run `make ptx`")
+            do = "run `make ptx`" if spec.ptx is None else "make them agree"
+            raise UnsupportedError(
+                f"kernel {spec.name} declares ({', '.join(want)}), PTX {where} has ({', '.join(has)}): {do}"
+            )
         if capturing:
             detail = f"kernel {spec.name} is not loaded yet and a capture is open; prepare it before the capture begins"
             raise CudaError(Status.STREAM_CAPTURE_UNSUPPORTED, "cuModuleLoadData", detail)
-        if module.path not in self.modules:
-            (raw,) = self._call("cuModuleLoadData", module.read() + b"\0", detail=f"PTX {module.path}")
-            self.modules[module.path] = raw
-        (raw,) = self._call("cuModuleGetFunction", self.modules[module.path], entry.encode(), detail=f"entry {entry}")
+        if key not in self.modules:
+            text = self._selection.entries[entry].read() if spec.ptx is None else spec.ptx.encode()
+            (raw,) = self._call("cuModuleLoadData", text + b"\0", detail=f"PTX {where}")
+            self.modules[key] = raw
+        (raw,) = self._call("cuModuleGetFunction", self.modules[key], entry.encode(), detail=f"entry {entry}")
         # Modules load lazily by default: without this (CUDA 12.4) a first launch inside a capture would load there.
         try_optional(self.cu, "cuFuncLoad", raw)
         attributes = self.cu.CUfunction_attribute
         (threads,) = self._call("cuFuncGetAttribute", attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, raw)
         (static,) = self._call("cuFuncGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, raw)
-        self._functions[spec.name] = _Function(raw, int(threads), int(static))
-        return self._functions[spec.name]
+        function = self._functions[spec.name, spec.ptx] = _Function(raw, int(threads), int(static))
+        return function
+
+    def _find(self, spec: KernelSpec, entry: str) -> tuple[Path | str, str, tuple[str, ...]]:
+        """The module that has a kernel: its key, its name for people, and the entry's parameter types."""
+        if spec.ptx is not None:
+            entries = ptx.judge_text(spec, self._driver_version, self._device.capability)
+            if entry not in entries:
+                raise UnsupportedError(
+                    f"kernel {spec.name}: its PTX text has no entry {entry}, it has {sorted(entries)}"
+                )
+            return spec.ptx, f"text of kernel {spec.name} ({len(spec.ptx)} characters)", entries[entry]
+        module = self._selection.entries.get(entry)
+        if module is None:
+            reasons = "; ".join(v.reason for v in self._selection.verdicts)
+            raise UnsupportedError(f"kernel {spec.name}: no PTX for this device has an entry {entry} ({reasons})")
+        return module.path, str(module.path), module.entries[entry]
 
     def _check(self, what: str, geometry: Geometry, function: _Function) -> None:
         """A launch that cannot work is refused when it is prepared, not somewhere in a step."""

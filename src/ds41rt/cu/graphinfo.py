@@ -73,7 +73,7 @@ class GraphNode:
     index: int
     kind: str
     deps: tuple[int, ...]
-    content: "KernelNode | CopyNode | FillNode | GraphInfo | None"
+    content: KernelNode | CopyNode | FillNode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,13 @@ def _edges(cu: Any, call: Call, graph: Any) -> list[tuple[int, int]]:
 def _node(cu: Any, call: Call, index: int, node: Any, deps: tuple[int, ...]) -> GraphNode:
     (kind_number,) = call("cuGraphNodeGetType", node)
     kind = _KINDS.get(int(kind_number), "other")
-    content: KernelNode | CopyNode | FillNode | GraphInfo | None = None
+    content: KernelNode | CopyNode | FillNode | None = None
     if kind == "kernel":
         content = _kernel(cu, call("cuGraphKernelNodeGetParams", node)[0])
     elif kind == "copy":
         content = _copy(cu, call("cuGraphMemcpyNodeGetParams", node)[0])
     elif kind == "fill":
         content = _fill(call("cuGraphMemsetNodeGetParams", node)[0])
-    elif kind == "graph":
-        content = describe(cu, call, call("cuGraphChildGraphNodeGetGraph", node)[0])
     return GraphNode(index, kind, deps, content)
 
 

@@ -77,6 +77,8 @@ class KernelSpec:
 
     `geometry(scalars, n_multiprocessors)` is the launch shape on a GPU; a result must not depend on it. A spec without
     one has no device version.
+
+    `ptx` is the PTX text of a kernel that does not come with ds41rt; its entry is called `name`.
     """
 
     name: str
@@ -84,6 +86,7 @@ class KernelSpec:
     reference: Callable[..., None]
     indirect: Callable[..., Sequence[Span]] | None = None
     geometry: Callable[[Scalars, int], Geometry] | None = None
+    ptx: str | None = None
     scalar_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -175,7 +175,20 @@ def parse_entries(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def entry_name(spec: KernelSpec) -> str:
-    return ENTRY_PREFIX + spec.name
+    return spec.name if spec.ptx is not None else ENTRY_PREFIX + spec.name
+
+
+def judge_text(spec: KernelSpec, driver_version: int, capability: Version) -> Mapping[str, tuple[str, ...]]:
+    """The entries of a kernel's own PTX. Raises `UnsupportedError` where it is none, or driver or device refuse it."""
+    assert spec.ptx is not None
+    try:
+        isa, target = parse_header(spec.ptx)
+        verdict = judge(Tier(f"of kernel {spec.name}", target, isa, {}), driver_version, capability)
+    except ValueError as e:
+        raise UnsupportedError(f"the PTX text of kernel {spec.name}: {e}") from e
+    if not verdict.accepted:
+        raise UnsupportedError(verdict.reason)
+    return parse_entries(spec.ptx)
 
 
 def entry_types(spec: KernelSpec) -> tuple[str, ...]:

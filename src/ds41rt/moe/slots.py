@@ -21,11 +21,13 @@ DEFAULT_CAPACITY = 1024
 class _Half:
     """One pinned staging half: word 0 is the number of triples, the triples follow."""
 
-    __slots__ = ("copied", "host", "words")
+    __slots__ = ("copied", "host", "unrecorded", "words")
 
     def __init__(self, host: HostBuffer, event: Event) -> None:
         self.host = host
         self.copied = event
+        # True if a copy may be on its way that `copied` does not stand for, because a call failed in between.
+        self.unrecorded = False
         self.words = host.array.view(np.int32)
 
 
@@ -125,12 +127,16 @@ class SlotTable:
     def _enqueue(self, words: list[int]) -> None:
         backend, stream = self._backend, self._stream
         half = self._halves[0]
-        backend.synchronize_event(half.copied)  # returns at once if it was never recorded
+        if half.unrecorded:
+            backend.synchronize(stream)
+        else:
+            backend.synchronize_event(half.copied)  # returns at once if it was never recorded
         half.words[0] = len(words) // 3
         half.words[1 : 1 + len(words)] = words
+        half.unrecorded = True
         backend.copy_h2d(self._triples.ptr, half.host, 4 * (1 + len(words)), stream, label="slot table triples")
-        # Recorded before the launch: if this fails, the copy that nobody can wait for is one that nobody reads either.
         backend.record(half.copied, stream)
+        half.unrecorded = False
         backend.launch(self._launch, stream)
         self._halves.reverse()
 

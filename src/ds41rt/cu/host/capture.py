@@ -1,9 +1,10 @@
 """Stream capture in relaxed mode: which streams take part, what was recorded, and what made it invalid.
 
-The status codes follow the driver's documentation. This file must not know schedules or handles.
+The status codes are those of a real driver, as recorded. This file must not know schedules or handles.
 """
 
 import sys
+from types import CodeType
 
 from ds41rt.cu.backend import CaptureStatus
 from ds41rt.cu.host.command import Command
@@ -23,25 +24,29 @@ class Capture:
         self._first_failure = ""
         self._join(origin, ())
 
-    def add(self, stream: StreamState, command: Command, call: str) -> None:
-        """Record a command that was issued on a stream of this capture."""
+    def add(self, stream: StreamState, command: Command, call: str, site: tuple[CodeType, int] | None = None) -> None:
+        """Record a command that was issued on a stream of this capture, at `site`."""
         self.require_valid(stream, call)
-        self.nodes.append(Node(command, stream.name, stream.frontier))
+        self.nodes.append(Node(command, stream.name, stream.frontier, site))
         stream.frontier = (len(self.nodes) - 1,)
 
     def require_valid(self, stream: StreamState, call: str) -> None:
         """Raise 901, with the call that made the capture invalid, unless it is still good."""
         if self.status is not CaptureStatus.ACTIVE:
-            detail = f"stream {stream.name!r}; the capture was invalidated by {self._first_failure}"
-            raise CudaError(Status.STREAM_CAPTURE_INVALIDATED, call, detail)
+            raise CudaError(Status.STREAM_CAPTURE_INVALIDATED, call, f"stream {stream.name!r}; {self._blame()}")
 
     def invalidate(self, status: Status, call: str, detail: str) -> CudaError:
         """Make the capture invalid and return the error for the caller to raise; the first call to do so is kept."""
+        if self.status is CaptureStatus.INVALIDATED:
+            return CudaError(status, call, f"{detail}; {self._blame()}")
         error = CudaError(status, call, detail)
         if self.status is CaptureStatus.ACTIVE:
             self.status = CaptureStatus.INVALIDATED
             self._first_failure = f"{error} (called at {_caller()})"
         return error
+
+    def _blame(self) -> str:
+        return f"the capture was invalidated by {self._first_failure}"
 
     def end(self, stream: StreamState) -> tuple[Node, ...]:
         """Close the capture and release its streams, unless `stream` is not its origin (903: it stays open, invalid).
@@ -76,11 +81,18 @@ class Capture:
         self.status = CaptureStatus.NONE
 
     def drop_stream(self, stream: StreamState) -> None:
-        """A stream that takes part was destroyed: what it recorded can no longer be joined or ended."""
-        self.invalidate(Status.STREAM_CAPTURE_INVALIDATED, "cuStreamDestroy", f"stream {stream.name!r} is capturing")
-        self._streams.remove(stream)
-        if not self._streams:
+        """A stream that takes part was destroyed. With its origin the capture ends; of another one, only what it
+        recorded since the last event can no longer be joined."""
+        if stream is self.origin:
             self.release()
+        else:
+            self._streams.remove(stream)
+
+    def void(self) -> str:
+        """Why an event that was recorded in this capture, which is not active, is of no use."""
+        if self.status is CaptureStatus.INVALIDATED:
+            return f"last recorded in a capture that is invalid; {self._blame()}"
+        return "last recorded in a capture that has ended; record it again first"
 
     def _join(self, stream: StreamState, frontier: tuple[int, ...]) -> None:
         stream.capture = self
@@ -91,7 +103,8 @@ class Capture:
     def wait(stream: StreamState, event: EventState, call: str) -> bool:
         """Apply a wait that has a capture on either side; False when there is none: the wait is an ordinary one.
 
-        Raises 902 (two captures), 905 (the event was recorded outside), 907 (its capture has ended), 901.
+        Raises 902 (two captures), 905 (the event was recorded outside), 901, and 1 for an event of another capture
+        that has ended or is invalid: such an event means nothing until it is recorded again.
         """
         own, other = stream.capture, event.capture
         if own is None and other is None:
@@ -99,10 +112,8 @@ class Capture:
         names = f"stream {stream.name!r} waits for event {event.name!r}"
         if own is None:
             assert other is not None
-            if other.status is CaptureStatus.NONE:
-                detail = f"{names}, last recorded in a capture that has ended; record it again first"
-                raise CudaError(Status.CAPTURED_EVENT, call, detail)
-            other.require_valid(stream, call)
+            if other.status is not CaptureStatus.ACTIVE:
+                raise CudaError(Status.INVALID_VALUE, call, f"{names}, {other.void()}")
             other._join(stream, event.frontier)
             return True
         own.require_valid(stream, call)
@@ -111,7 +122,9 @@ class Capture:
             return True
         if not event.recorded:
             return True
-        if other is None or other.status is CaptureStatus.NONE:
+        if other is not None and other.status is not CaptureStatus.ACTIVE:
+            raise own.invalidate(Status.INVALID_VALUE, call, f"{names}, {other.void()}")
+        if other is None:
             detail = f"{names}, which was recorded outside of this capture; record it inside, or wait before it begins"
             raise own.invalidate(Status.STREAM_CAPTURE_ISOLATION, call, detail)
         detail = f"{names}, which belongs to the capture that stream {other.origin.name!r} began"

@@ -5,13 +5,19 @@ it. One thread owns a backend: nothing here takes a lock. Nothing here knows lay
 """
 
 from collections.abc import Callable, Mapping
+from types import CodeType
 
 from ds41rt.cu.backend import CaptureStatus, DeviceBuffer, Event, Graph, GraphExec, HostBuffer, Stream
 from ds41rt.cu.host.capture import Capture
 from ds41rt.cu.host.command import Command, Copy, Fill
+from ds41rt.cu.host.faults import Faults
+from ds41rt.cu.host.footprint import call_site
 from ds41rt.cu.host.graph import GraphLaunch, Node, NodeInfo, describe
 from ds41rt.cu.host.kernels import HostLaunch
 from ds41rt.cu.host.memory import AccessFault, Memory
+from ds41rt.cu.host.pinned import Watcher, watched
+from ds41rt.cu.host.race import Clock, RaceDetector, StreamClock
+from ds41rt.cu.host.race_report import Race, RaceError
 from ds41rt.cu.host.stream import EventState, Op, Randomized, StreamState, make_schedule
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec
 from ds41rt.cu.result import CudaError, Status
@@ -20,11 +26,12 @@ from ds41rt.cu.result import CudaError, Status
 class _Exec:
     """An executable graph and its last launch, which the next one has to come after."""
 
-    __slots__ = ("last", "launch")
+    __slots__ = ("clock", "last", "launch")
 
     def __init__(self, launch: GraphLaunch) -> None:
         self.launch = launch
         self.last: Op | None = None
+        self.clock: Clock = {}
 
 
 class HostBackend:
@@ -38,13 +45,39 @@ class HostBackend:
     first error until `close`. An exception in a kernel's reference comes through as it is, and loses the context too
     (LAUNCH_FAILED), because the kernel has done half of its work. A destroyed stream, event or graph that is in flight
     still completes where something waits for it; `close` drops work that nobody waited for.
+
+    With `race_detection`, two unordered accesses to the same bytes, one of them a write, are put on `races` under
+    every schedule alike, and raised as a `RaceError` by the next `synchronize`, `synchronize_event` or `query_event`:
+    on entry, before anything is waited for, or, if running the work brought them up, once it was waited for. The error
+    is raised once and costs nothing but the call, which can be made again; `close` raises none. Order comes from
+    streams, events, the edges of a graph, launches of one executable, and from what the host has waited for.
+
+    Accesses are those of copies, fills and kernels (as declared, and through pointer tables as found at the execution)
+    and the host's: a free, and uses of a pinned buffer's `array` and its views. Past NumPy (`readinto`, `memoryview`)
+    a host write is seen only if it changes bytes that an enqueued copy, or a kernel's parameter, still reads, and only
+    when that is waited for; the same holds for all pageable memory, where reads by the host are not seen at all.
+    Threads of the host are taken for one.
+
+    `stage_pageable` reads the pageable source of a copy at the call, as a driver may. `faults` plants failures.
     """
 
     name = "host"
     device_name = "simulated device"
 
-    def __init__(self, schedule: str = "lazy", *, memory_nbytes: int = 1 << 36, pinned_nbytes: int = 1 << 36) -> None:
+    def __init__(
+        self,
+        schedule: str = "lazy",
+        *,
+        memory_nbytes: int = 1 << 36,
+        pinned_nbytes: int = 1 << 36,
+        race_detection: bool = True,
+        stage_pageable: bool = False,
+    ) -> None:
         self.memory = Memory(memory_nbytes, pinned_nbytes)
+        self._detector = RaceDetector(self.memory) if race_detection else None
+        if self._detector is not None:
+            self.memory.on_spans = self._detector.spans
+        self._stage_pageable = stage_pageable
         self._schedule = make_schedule(schedule, self.memory)
         self._breathe = self._schedule.breathe if isinstance(self._schedule, Randomized) else None
         # Why no further call is possible: the first sticky error, or that the backend was closed.
@@ -55,24 +88,36 @@ class HostBackend:
         self._events: dict[int, EventState] = {}
         self._graphs: dict[int, tuple[Node, ...]] = {}
         self._execs: dict[int, _Exec] = {}
+        self.faults = Faults(self._streams, self._schedule.slow)
 
     # Memory
 
     def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
         self._enter("cuMemAlloc")
-        return self.memory.alloc_device(name, nbytes)
+        buf = self.memory.alloc_device(name, nbytes)
+        if self._detector is not None:
+            self._detector.allocated(buf, None)
+        return buf
 
     def free(self, buf: DeviceBuffer) -> None:
-        self._enter("cuMemFree")
-        self.memory.free("cuMemFree", buf)
+        self._free("cuMemFree", buf)
 
     def alloc_pinned(self, name: str, nbytes: int) -> HostBuffer:
         self._enter("cuMemHostAlloc")
-        return self.memory.alloc_pinned(name, nbytes)
+        buf = self.memory.alloc_pinned(name, nbytes)
+        if self._detector is None:
+            return buf
+        bucket = self._detector.allocated(buf, buf.array)
+        return self.memory.replace_array(buf, watched(buf.array, Watcher(self._detector, bucket, buf.ptr)))
 
     def free_pinned(self, buf: HostBuffer) -> None:
-        self._enter("cuMemFreeHost")
-        self.memory.free("cuMemFreeHost", buf)
+        self._free("cuMemFreeHost", buf)
+
+    def _free(self, call: str, buf: DeviceBuffer | HostBuffer) -> None:
+        self._enter(call)
+        if self._detector is not None and self.memory.owns(buf):
+            self._detector.freed(buf)
+        self.memory.free(call, buf)
 
     def memory_info(self) -> tuple[int, int]:
         self._enter("cuMemGetInfo")
@@ -92,16 +137,23 @@ class HostBackend:
             "captures": len({id(s.capture) for s in self._streams.values() if s.capture is not None}),
         }
 
+    @property
+    def races(self) -> tuple[Race, ...]:
+        """Every race found so far, raised already or not; empty without race detection."""
+        return () if self._detector is None else tuple(self._detector.races)
+
     # Streams and events
 
     def create_stream(self, name: str) -> Stream:
         self._enter("cuStreamCreate")
         handle = self._new_handle()
-        self._streams[handle] = StreamState(name, handle)
+        state = self._streams[handle] = StreamState(name, handle)
+        if self._detector is not None:
+            state.clock = StreamClock(name, handle)
+        self.faults.stream_created(handle, name)
         return Stream(handle)
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Also invalidates a capture that the stream takes part in; `abort_capture` on another stream of it ends it."""
         state = self._stream("cuStreamDestroy", stream)
         if state.capture is not None:
             state.capture.drop_stream(state)
@@ -111,13 +163,15 @@ class HostBackend:
         call = "cuStreamSynchronize"
         state = self._stream(call, stream)
         if state.capture is not None:
-            state.capture.require_valid(state, call)
             detail = f"stream {state.name!r} is capturing and cannot be waited for"
             raise state.capture.invalidate(Status.STREAM_CAPTURE_UNSUPPORTED, call, detail)
+        self._raise_races(call)
         if state.waits:
             self._drive(call, self._schedule.submit, state.append(None))
         if state.tail is not None:
             self._drive(call, self._schedule.finish, state.tail)
+        if state.clock is not None:
+            self._waited(call, state.clock.now())
 
     def create_event(self, name: str) -> Event:
         self._enter("cuEventCreate")
@@ -135,11 +189,11 @@ class HostBackend:
         point = self._find_event(call, event)
         if state.capture is not None:
             state.capture.require_valid(state, call)
-            point.record(None, state.capture, state.frontier)
+            point.record(None, state.capture, state.frontier, {})
             return
         if state.waits:
             self._drive(call, self._schedule.submit, state.append(None))
-        point.record(state.tail, None, ())
+        point.record(state.tail, None, (), {} if state.clock is None else state.clock.now())
 
     def wait(self, stream: Stream, event: Event) -> None:
         call = "cuStreamWaitEvent"
@@ -149,19 +203,25 @@ class HostBackend:
             return
         if point.op is not None and not point.op.done:
             state.waits.append(point.op)
+        if state.clock is not None:
+            state.clock.join(point.clock)
 
     def query_event(self, event: Event) -> bool:
         """As the protocol says. An event that is still out gets one step nearer by being asked, so polling ends."""
-        op = self._waitable("cuEventQuery", event)
-        if op is None or op.done:
+        point = self._waitable("cuEventQuery", event)
+        self._raise_races("cuEventQuery")
+        if point.op is None or point.op.done:
+            self._waited("cuEventQuery", point.clock)
             return True
-        self._drive("cuEventQuery", self._schedule.advance, op)
+        self._drive("cuEventQuery", self._schedule.advance, point.op)
         return False
 
     def synchronize_event(self, event: Event) -> None:
-        op = self._waitable("cuEventSynchronize", event)
-        if op is not None:
-            self._drive("cuEventSynchronize", self._schedule.finish, op)
+        point = self._waitable("cuEventSynchronize", event)
+        self._raise_races("cuEventSynchronize")
+        if point.op is not None:
+            self._drive("cuEventSynchronize", self._schedule.finish, point.op)
+        self._waited("cuEventSynchronize", point.clock)
 
     # Work
 
@@ -171,6 +231,10 @@ class HostBackend:
         call = "cuMemcpyHtoDAsync"
         state = self._stream(call, stream)
         self._check_host(call, label, src, src_off, nbytes)
+        if self._stage_pageable and not src.pinned and state.capture is None:
+            src = HostBuffer.pageable(src.name, src.array[src_off : src_off + nbytes].copy())
+            src_off = 0
+        self._check_device(call, f"copy {label!r} (h2d) destination", dst, nbytes)
         self._append(call, state, Copy("h2d", label, dst, src, nbytes, src_off))
 
     def copy_d2h(
@@ -181,12 +245,15 @@ class HostBackend:
         self._check_host(call, label, dst, dst_off, nbytes)
         if not dst.array.flags.writeable:
             raise CudaError(Status.INVALID_VALUE, call, f"copy {label!r}: host buffer {dst.name!r} is read-only")
+        self._check_device(call, f"copy {label!r} (d2h) source", src, nbytes)
         self._append(call, state, Copy("d2h", label, dst, src, nbytes, dst_off))
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream, label: str = "") -> None:
         call = "cuMemcpyDtoDAsync"
         state = self._stream(call, stream)
         self._check_nbytes(call, f"copy {label!r}", nbytes)
+        self._check_device(call, f"copy {label!r} (d2d) source", src, nbytes)
+        self._check_device(call, f"copy {label!r} (d2d) destination", dst, nbytes)
         self._append(call, state, Copy("d2d", label, dst, src, nbytes))
 
     def fill(self, dst: int, byte: int, nbytes: int, stream: Stream, label: str = "") -> None:
@@ -195,6 +262,8 @@ class HostBackend:
         self._check_nbytes(call, f"fill {label!r}", nbytes)
         if not 0 <= byte <= 255:
             raise CudaError(Status.INVALID_VALUE, call, f"fill {label!r}: byte must be in 0..255, is {byte}")
+        if state.capture is None:  # a captured fill is taken as it comes
+            self._check_device(call, f"fill {label!r} destination", dst, nbytes)
         self._append(call, state, Fill(label, dst, byte, nbytes))
 
     def prepare(self, spec: KernelSpec, args: Mapping[str, int | float], label: str) -> KernelLaunch:
@@ -250,11 +319,15 @@ class HostBackend:
         state = self._stream(call, stream)
         found = self._find_exec(call, graph_exec)
         if state.capture is not None:
-            state.capture.add(state, found.launch, call)
-            return
+            detail = f"stream {state.name!r} is capturing; an executable graph cannot be recorded into another graph"
+            raise state.capture.invalidate(Status.STREAM_CAPTURE_UNSUPPORTED, call, detail)
         if found.last is not None and not found.last.done:
             state.waits.append(found.last)
+        if state.clock is not None:
+            state.clock.join(found.clock)
         found.last = self._append(call, state, found.launch)
+        if state.clock is not None:
+            found.clock = state.clock.now()
 
     def destroy_graph(self, graph: Graph) -> None:
         self._find_graph("cuGraphDestroy", graph)
@@ -291,17 +364,38 @@ class HostBackend:
             if self._closed:
                 raise CudaError(Status.DEINITIALIZED, call, "the backend was closed")
             raise CudaError(self._down.status, call, f"an earlier error lost the context: {self._down}")
-        if self._breathe is not None:
+        planted = self.faults.strike(call)
+        if planted is not None:
+            if planted.sticky:
+                self._down = planted
+            raise planted
+        # With races to report nothing runs by itself: what they break must not hide them.
+        if self._breathe is not None and not (self._detector is not None and self._detector.fresh):
             self._drive(call, self._breathe)
 
     def _append(self, call: str, state: StreamState, command: Command) -> Op | None:
         """Enqueue on the stream, or record in its capture (None)."""
         if state.capture is not None:
-            state.capture.add(state, command, call)
+            state.capture.add(state, command, call, self._site())
             return None
         op = state.append(command)
+        if self._detector is not None and state.clock is not None:
+            op.work = self._detector.enqueue(state.clock, command)
         self._drive(call, self._schedule.submit, op)
         return op
+
+    def _site(self) -> tuple[CodeType, int] | None:
+        return None if self._detector is None else call_site()
+
+    def _waited(self, call: str, clock: Clock) -> None:
+        """The host has waited for what `clock` says."""
+        if self._detector is not None:
+            self._detector.wait_host(clock)
+            self._raise_races(call)
+
+    def _raise_races(self, call: str) -> None:
+        if self._detector is not None and self._detector.fresh:
+            raise RaceError(call, tuple(self._detector.take()))
 
     def _drive(self, call: str, work: Callable[..., None], *args: Op) -> None:
         """Let the schedule run operations; an error in one loses the context.
@@ -340,11 +434,14 @@ class HostBackend:
             raise self._bad_handle(call, "event", event)
         return state
 
-    def _waitable(self, call: str, event: Event) -> Op | None:
-        """The operation behind an event that the host may ask about; 907 if it was last recorded in a capture."""
+    def _waitable(self, call: str, event: Event) -> EventState:
+        """An event that the host may ask about; 907 if it was last recorded in an open capture, 1 if that has ended or
+        is invalid."""
         state = self._event(call, event)
         if state.capture is None:
-            return state.op
+            return state
+        if state.capture.status is not CaptureStatus.ACTIVE:
+            raise CudaError(Status.INVALID_VALUE, call, f"event {state.name!r} was {state.capture.void()}")
         detail = f"event {state.name!r} was last recorded in a capture; use another event for work outside of it"
         raise state.capture.invalidate(Status.CAPTURED_EVENT, call, detail)
 
@@ -372,6 +469,13 @@ class HostBackend:
         if buf.pinned and not self.memory.owns(buf):
             detail = f"copy {label!r}: pinned buffer {buf.name!r} is not allocated by this backend (or was freed)"
             raise CudaError(Status.INVALID_VALUE, call, detail)
+
+    def _check_device(self, call: str, what: str, addr: int, nbytes: int) -> None:
+        """A driver checks the range of a copy or fill at the call, to the byte, and refuses it without harm."""
+        try:
+            self.memory.bytes(addr, nbytes)
+        except AccessFault as fault:
+            raise CudaError(Status.INVALID_VALUE, call, fault.inside(what).text) from None
 
     @staticmethod
     def _check_nbytes(call: str, what: str, nbytes: int) -> None:

@@ -7,19 +7,28 @@ from it exists. This file must not know streams, events or how a capture comes a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from types import CodeType
+from typing import TYPE_CHECKING, Literal
 
 from ds41rt.cu.host.command import Command, Kind, Operand
+from ds41rt.cu.host.kernels import HostLaunch
 from ds41rt.cu.host.memory import Memory
+
+if TYPE_CHECKING:
+    from ds41rt.cu.host.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A captured command, the stream it was captured from, and the earlier nodes that must complete before it."""
+    """A captured command, the stream it was captured from, and the earlier nodes that must complete before it.
+
+    `site` is the call that captured it, kept for race reports.
+    """
 
     command: Command
     stream: str
     deps: tuple[int, ...]
+    site: tuple[CodeType, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,40 @@ def unreached(nodes: Sequence[Node], frontier: Sequence[int]) -> list[int]:
     return [i for i, hit in enumerate(reached) if not hit]
 
 
+def ancestors(nodes: Sequence[Node]) -> list[int]:
+    """For each node the nodes that must complete before it: bit i stands for node i."""
+    bits: list[int] = []
+    for node in nodes:
+        earlier = 0
+        for dep in node.deps:
+            earlier |= bits[dep] | 1 << dep
+        bits.append(earlier)
+    return bits
+
+
+class _Numbered:
+    """A kernel that reaches memory through tables, run as a node of a graph: the memory learns which."""
+
+    __slots__ = ("_command", "_index", "kind", "label")
+
+    def __init__(self, command: Command, index: int) -> None:
+        self._command = command
+        self._index = index
+        self.kind = command.kind
+        self.label = command.label
+
+    def run(self, memory: Memory) -> None:
+        memory.leaf = self._index
+        self._command.run(memory)
+
+    def operands(self) -> tuple[Operand, ...]:
+        return self._command.operands()
+
+
+def _numbered(command: Command, index: int) -> Command:
+    return _Numbered(command, index) if isinstance(command, HostLaunch) and command.has_indirect else command
+
+
 class GraphLaunch:
     """One executable graph as a command: running it runs every node once, in capture order."""
 
@@ -59,7 +102,8 @@ class GraphLaunch:
     def __init__(self, nodes: tuple[Node, ...], label: str) -> None:
         self.nodes = nodes
         self.label = label
-        self._commands = tuple(n.command for n in nodes)
+        self.footprint: Footprint | None = None
+        self._commands = tuple(_numbered(node.command, i) for i, node in enumerate(nodes))
 
     def run(self, memory: Memory) -> None:
         for command in self._commands:
@@ -69,7 +113,7 @@ class GraphLaunch:
         return tuple(operand for command in self._commands for operand in command.operands())
 
     def pieces(self, rng: Random) -> Iterator[Command]:
-        """The nodes one by one in a random order that respects the edges; child graphs are taken apart too."""
+        """The nodes one by one in a random order that respects the edges."""
         missing = [len(n.deps) for n in self.nodes]
         users: list[list[int]] = [[] for _ in self.nodes]
         for i, node in enumerate(self.nodes):
@@ -78,11 +122,7 @@ class GraphLaunch:
         ready = [i for i, count in enumerate(missing) if count == 0]
         while ready:
             i = ready.pop(rng.randrange(len(ready)))
-            command = self._commands[i]
-            if isinstance(command, GraphLaunch):
-                yield from command.pieces(rng)
-            else:
-                yield command
+            yield self._commands[i]
             # The caller comes back for the next piece only after this one has run.
             for user in users[i]:
                 missing[user] -= 1

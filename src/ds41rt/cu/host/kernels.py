@@ -5,13 +5,16 @@ Running a launch calls the NumPy reference with those arrays. This file must not
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ds41rt.cu.host.command import Operand
 from ds41rt.cu.host.memory import AccessFault, Memory
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec, Pointer, ordered_args
+
+if TYPE_CHECKING:
+    from ds41rt.cu.host.footprint import Footprint
 
 
 class HostLaunch(KernelLaunch):
@@ -21,7 +24,7 @@ class HostLaunch(KernelLaunch):
     at every run, because the tables they come from are device memory.
     """
 
-    __slots__ = ("_epoch", "_indirect", "_pointers", "_reference", "_values", "memory")
+    __slots__ = ("_epoch", "_indirect", "_pointers", "_reference", "_values", "footprint", "has_indirect", "memory")
 
     kind: Literal["kernel"] = "kernel"
 
@@ -30,6 +33,8 @@ class HostLaunch(KernelLaunch):
         self.memory = memory
         self._reference = spec.reference
         self._indirect = spec.indirect
+        self.has_indirect = spec.indirect is not None
+        self.footprint: Footprint | None = None
         scalars = spec.scalars(args)
         self._pointers = [(i, p, p.shape(scalars)) for i, p in enumerate(spec.params) if isinstance(p, Pointer)]
         for _, p, shape in self._pointers:
@@ -75,6 +80,8 @@ class HostLaunch(KernelLaunch):
     def _resolve(self, memory: Memory) -> list[Any]:
         assert self._indirect is not None
         spans = self._indirect(*self._values)
+        if memory.on_spans is not None:
+            memory.on_spans(spans)
         try:
             return [memory.view(s.addr, s.dtype, s.shape, s.access != "r") for s in spans]
         except AccessFault as fault:

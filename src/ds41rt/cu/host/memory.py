@@ -4,16 +4,22 @@ Device memory and pinned host memory share one space, as under unified addressin
 that was once legal stays legal until its allocation is freed. This file must not know streams, kernels or captures.
 """
 
+import dataclasses
 from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.cu.backend import DeviceBuffer, HostBuffer
+from ds41rt.cu.kernel import Span
 from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
+
+if TYPE_CHECKING:
+    from ds41rt.cu.host.race import Work
 
 _BASE = 0x7F00_0000_0000
 _ALIGN = 256
@@ -73,10 +79,16 @@ class Memory:
     """All allocations of one backend.
 
     `epoch` changes whenever a view may have become illegal (at a free): whoever keeps views compares it.
+
+    For race detection: `running` is the operation that is being run, `leaf` the index of its node if it is a
+    graph, and `on_spans` is told what a kernel found in its pointer tables.
     """
 
     def __init__(self, device_nbytes: int, pinned_nbytes: int) -> None:
         self.epoch = 0
+        self.running: Work | None = None
+        self.leaf = 0
+        self.on_spans: Callable[[Sequence[Span]], None] | None = None
         self.device_nbytes = device_nbytes
         self.device_used = 0
         self._pinned_nbytes = pinned_nbytes
@@ -103,6 +115,13 @@ class Memory:
         self._pinned_used += nbytes
         self._insert(Allocation(buf, buf.device_ptr, nbytes, data))
         return buf
+
+    def replace_array(self, buf: HostBuffer, array: NDArray[np.uint8]) -> HostBuffer:
+        """The newest allocation, pinned, with another array over the same bytes for the host."""
+        newest = self._live[-1]
+        assert newest.buffer is buf
+        newest.buffer = dataclasses.replace(buf, array=array)
+        return newest.buffer
 
     def free(self, call: str, buf: DeviceBuffer | HostBuffer) -> None:
         """Poison and quarantine; INVALID_VALUE for a buffer that is unknown or was freed already."""

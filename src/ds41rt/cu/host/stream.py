@@ -16,12 +16,13 @@ from ds41rt.errors import InputError
 
 if TYPE_CHECKING:
     from ds41rt.cu.host.capture import Capture
+    from ds41rt.cu.host.race import Clock, StreamClock, Work
 
 
 class Op:
     """A command (or, without one, a mere join point) enqueued on a stream."""
 
-    __slots__ = ("command", "deps", "done", "pieces", "stream")
+    __slots__ = ("command", "deps", "done", "pieces", "stream", "work")
 
     def __init__(self, command: Command | None, stream: int, deps: tuple["Op", ...]) -> None:
         self.command = command
@@ -30,33 +31,38 @@ class Op:
         self.done = False
         # The rest of a graph that a random schedule has begun.
         self.pieces: Iterator[Command] | None = None
+        # What race detection knows of it.
+        self.work: Work | None = None
 
     def ready(self) -> bool:
         return all(dep.done for dep in self.deps)
 
     def run(self, memory: Memory) -> None:
         if self.command is not None:
+            memory.running = self.work
             self.command.run(memory)
         self.finish()
 
     def finish(self) -> None:
         """Mark as completed and let go of what came before, or every operation ever enqueued would stay alive."""
         self.done = True
-        self.command = self.pieces = None
+        self.command = self.pieces = self.work = None
         self.deps = ()
 
 
 class StreamState:
     """A stream: its last operation, events waited for since, and its place in a capture.
 
-    `frontier` holds the indices of the captured nodes that the next captured node comes after.
+    `frontier` holds the indices of the captured nodes that the next captured node comes after. `clock` is the stream
+    as race detection sees it, None without.
     """
 
-    __slots__ = ("capture", "frontier", "handle", "name", "tail", "waits")
+    __slots__ = ("capture", "clock", "frontier", "handle", "name", "tail", "waits")
 
     def __init__(self, name: str, handle: int) -> None:
         self.name = name
         self.handle = handle
+        self.clock: StreamClock | None = None
         self.tail: Op | None = None
         self.waits: list[Op] = []
         self.capture: Capture | None = None
@@ -75,26 +81,36 @@ class StreamState:
 
 
 class EventState:
-    """An event and its last record: an operation (None: the stream was empty), or a point in a capture."""
+    """An event and its last record: an operation (None: the stream was empty), or a point in a capture.
 
-    __slots__ = ("capture", "frontier", "name", "op", "recorded")
+    `clock` is what race detection knows to be complete after it.
+    """
+
+    __slots__ = ("capture", "clock", "frontier", "name", "op", "recorded")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.recorded = False
+        self.clock: Clock = {}
         self.op: Op | None = None
         self.capture: Capture | None = None
         self.frontier: tuple[int, ...] = ()
 
-    def record(self, op: Op | None, capture: "Capture | None", frontier: tuple[int, ...]) -> None:
+    def record(self, op: Op | None, capture: "Capture | None", frontier: tuple[int, ...], clock: "Clock") -> None:
         self.recorded = True
+        self.clock = clock
         self.op = op
         self.capture = capture
         self.frontier = frontier
 
 
 class Schedule(Protocol):
-    """When operations run. Every method runs work at once and lets its exceptions through."""
+    """When operations run. Every method runs work at once and lets its exceptions through.
+
+    Streams in `slow` run only when something that is waited for needs them.
+    """
+
+    slow: set[int]
 
     def submit(self, op: Op) -> None:
         """An operation was enqueued."""
@@ -110,6 +126,7 @@ class Lazy:
     """Nothing runs until something waits for it, and then only what that wait depends on."""
 
     def __init__(self, memory: Memory) -> None:
+        self.slow: set[int] = set()
         self._memory = memory
 
     def submit(self, op: Op) -> None:
@@ -142,13 +159,15 @@ class Eager(Lazy):
     """Everything runs when it is enqueued."""
 
     def submit(self, op: Op) -> None:
-        self.finish(op)
+        if op.stream not in self.slow:
+            self.finish(op)
 
 
 class Randomized:
     """Any legal order, drawn from a seed; graphs are interleaved with other streams node by node."""
 
     def __init__(self, memory: Memory, seed: int) -> None:
+        self.slow: set[int] = set()
         self._memory = memory
         self._rng = Random(seed)
         self._queues: dict[int, deque[Op]] = {}
@@ -158,20 +177,26 @@ class Randomized:
 
     def finish(self, op: Op) -> None:
         while not op.done:
-            self._step()
+            self._step(forced=True)
 
     def advance(self, op: Op) -> None:
         if not op.done:
-            self._step()
+            self._step(forced=True)
 
     def breathe(self) -> None:
         """To be called at every call of the backend: work may run whenever it likes."""
         for _ in range(self._rng.choice((0, 0, 0, 1, 2, 5))):
-            self._step()
+            self._step(forced=False)
 
-    def _step(self) -> None:
-        """Run one operation, or one node of a graph, at the head of a random stream that can go on."""
+    def _step(self, forced: bool) -> None:
+        """Run one operation, or one node of a graph, at the head of a random stream that can go on.
+
+        A slow stream's turn comes only when `forced`, and when no other stream can go on.
+        """
         ready = [queue for queue in self._queues.values() if queue[0].ready()]
+        if self.slow:
+            quick = [queue for queue in ready if queue[0].stream not in self.slow]
+            ready = quick if quick or not forced else ready
         if not ready:
             return
         queue = self._rng.choice(ready)
@@ -183,6 +208,7 @@ class Randomized:
         else:
             piece = next(op.pieces, None)
             if piece is not None:
+                self._memory.running = op.work
                 piece.run(self._memory)
                 return
             op.finish()

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from ds41rt.cu.backend import GraphExec, HostBuffer
-from ds41rt.testing.conformance.case import NBYTES, N, Outcome, Rig, affine, case, code
+from ds41rt.testing.conformance.case import NBYTES, NOWHERE, N, Outcome, Rig, affine, case, code
 
 
 @case(
@@ -163,13 +163,13 @@ def join_before_the_last_work(rig: Rig) -> Outcome:
     return _end(rig)
 
 
-@case("A stream that joined and did nothing.")
+@case("A stream that joined and did nothing need not be joined back.")
 def unjoined_fork_without_work(rig: Rig) -> Outcome:
     rig.begin_forked()
     return _end(rig)
 
 
-@case("A stream that joined an empty capture and did nothing.")
+@case("Nor one that joined an empty capture and did nothing.")
 def unjoined_fork_of_nothing(rig: Rig) -> Outcome:
     rig.backend.begin_capture(rig.main)
     rig.backend.record(rig.fork, rig.main)
@@ -267,7 +267,7 @@ def other_streams_in_relaxed_capture(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("Destroying the stream that began a capture drops the capture.")
+@case("Destroying the stream that began a capture ends the capture and drops what it recorded.")
 def destroy_capturing_stream(rig: Rig) -> Outcome:
     backend = rig.backend
     rig.begin_forked()
@@ -280,7 +280,7 @@ def destroy_capturing_stream(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("Destroying a stream that has joined a capture.")
+@case("Destroying a joined stream leaves the capture open, and its work can no longer be joined.")
 def destroy_joined_stream(rig: Rig) -> Outcome:
     backend = rig.backend
     rig.begin_forked()
@@ -306,7 +306,7 @@ def destroy_event_in_capture(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("Zero bytes in a capture: copies and fills of nothing.")
+@case("Copies and fills of zero bytes are legal in a capture.")
 def zero_bytes_in_capture(rig: Rig) -> Outcome:
     backend, source = rig.backend, rig.pinned("source", rig.words)
     backend.begin_capture(rig.main)
@@ -315,6 +315,34 @@ def zero_bytes_in_capture(rig: Rig) -> Outcome:
     outcome["copy_d2d"] = code(lambda: backend.copy_d2d(rig.x, source.device_ptr, 0, rig.main))
     outcome["status"] = rig.status(rig.main)
     backend.abort_capture(rig.main)
+    outcome["usable"] = rig.usable()
+    return outcome
+
+
+@case("While the stream captures, a copy of memory nobody allocated is refused and harms nothing; a fill is taken.")
+def wild_work_in_a_capture(rig: Rig) -> Outcome:
+    backend, outcome = rig.backend, Outcome()
+    source = rig.pinned("source", rig.words)
+    calls: dict[str, Callable[[], object]] = {
+        "fill": lambda: backend.fill(NOWHERE, 7, NBYTES, rig.main),
+        "copy_d2d": lambda: backend.copy_d2d(NOWHERE, rig.x, NBYTES, rig.main),
+        "copy_h2d": lambda: backend.copy_h2d(NOWHERE, source, NBYTES, rig.main),
+    }
+    for name, call in calls.items():
+        backend.begin_capture(rig.main)
+        outcome[name] = code(call)
+        outcome[f"{name}: status"] = rig.status(rig.main)
+        outcome[f"{name}: end"] = code(lambda: backend.end_capture(rig.main))
+    outcome["usable"] = rig.usable()
+    return outcome
+
+
+@case("Destroying a joined stream that did no work does not harm the capture.")
+def destroy_joined_stream_without_work(rig: Rig) -> Outcome:
+    rig.begin_forked()
+    outcome: Outcome = {"destroy": code(lambda: rig.backend.destroy_stream(rig.side)), "main": rig.status(rig.main)}
+    outcome["end"] = code(lambda: rig.backend.end_capture(rig.main))
+    rig.side = rig.backend.create_stream("new side")
     outcome["usable"] = rig.usable()
     return outcome
 

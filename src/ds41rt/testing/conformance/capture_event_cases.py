@@ -20,25 +20,25 @@ def wait_for_completed_outside_event(rig: Rig) -> Outcome:
     return _wait_inside(rig)
 
 
-@case("An event recorded on an empty stream outside of the capture.")
+@case("Nor that it was recorded on an empty stream.")
 def wait_for_event_of_empty_stream(rig: Rig) -> Outcome:
     rig.backend.record(rig.join, rig.backend.create_stream("fresh"))
     return _wait_inside(rig)
 
 
-@case("An event recorded outside of the capture on the capturing stream itself.")
+@case("Nor that it was recorded on the capturing stream itself, before the capture.")
 def wait_for_own_earlier_event(rig: Rig) -> Outcome:
     rig.work(rig.main)
     rig.backend.record(rig.join, rig.main)
     return _wait_inside(rig)
 
 
-@case("Captured work that waits for an event that was never recorded.")
+@case("Captured work may wait for an event that was never recorded: it waits for nothing.")
 def wait_for_unrecorded_event_in_capture(rig: Rig) -> Outcome:
     return _wait_inside(rig)
 
 
-@case("Captured work that waits for an event of an earlier capture, ended since.")
+@case("Captured work that waits for an event of a capture that has ended is refused, and the capture is invalid.")
 def wait_for_event_of_ended_capture_in_capture(rig: Rig) -> Outcome:
     rig.backend.begin_capture(rig.main)
     rig.work(rig.main)
@@ -47,7 +47,7 @@ def wait_for_event_of_ended_capture_in_capture(rig: Rig) -> Outcome:
     return _wait_inside(rig)
 
 
-@case("Ordinary work that waits for an event of a capture that has ended.")
+@case("Ordinary work cannot wait for an event of a capture that has ended.")
 def wait_for_event_of_ended_capture(rig: Rig) -> Outcome:
     rig.backend.begin_capture(rig.main)
     rig.work(rig.main)
@@ -58,7 +58,7 @@ def wait_for_event_of_ended_capture(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("Ordinary work that waits for an event of a capture that was aborted.")
+@case("Nor for one of a capture that was aborted.")
 def wait_for_event_of_aborted_capture(rig: Rig) -> Outcome:
     rig.backend.begin_capture(rig.main)
     rig.work(rig.main)
@@ -70,14 +70,34 @@ def wait_for_event_of_aborted_capture(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("An event last recorded in an open capture cannot be queried; asking harms the capture or not.")
+@case("An event last recorded in an open capture cannot be queried; asking invalidates the capture.")
 def query_captured_event(rig: Rig) -> Outcome:
     return _ask(rig, lambda: rig.backend.query_event(rig.fork))
 
 
-@case("An event last recorded in an open capture cannot be waited for by the host; asking harms the capture or not.")
+@case("Nor can the host wait for it; trying invalidates the capture.")
 def synchronize_captured_event(rig: Rig) -> Outcome:
     return _ask(rig, lambda: rig.backend.synchronize_event(rig.fork))
+
+
+@case("An event of an invalid capture is void, though the capture has not ended yet.")
+def event_of_invalidated_capture(rig: Rig) -> Outcome:
+    backend = rig.backend
+    backend.begin_capture(rig.main)
+    rig.work(rig.main)
+    backend.record(rig.fork, rig.main)
+    rig.invalidate()
+    outcome: Outcome = {"query": code(lambda: backend.query_event(rig.fork))}
+    outcome["synchronize"] = code(lambda: backend.synchronize_event(rig.fork))
+    backend.begin_capture(rig.side)
+    outcome["wait in another capture"] = code(lambda: backend.wait(rig.side, rig.fork))
+    outcome["side"] = rig.status(rig.side)
+    backend.abort_capture(rig.side)
+    outcome["record again elsewhere"] = code(lambda: backend.record(rig.fork, rig.side))
+    outcome["query then"] = code(lambda: backend.query_event(rig.fork))
+    outcome["end"] = code(lambda: backend.end_capture(rig.main))
+    outcome["usable"] = rig.usable()
+    return outcome
 
 
 @case("An event of a capture that has ended cannot be queried or waited for until it is recorded again.")

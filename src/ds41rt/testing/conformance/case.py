@@ -20,6 +20,8 @@ Outcome = dict[str, "str | bool | int | list[str]"]
 N = 64
 NBYTES = 4 * N
 DELAY_US = 20_000
+# Nobody maps anything here: low addresses are a driver's own, its allocations lie far higher.
+NOWHERE = 0x1234_5678_0000
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
 """Conformance: memory, copies, and accesses that lose the context."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from ds41rt.cu.backend import DeviceBuffer, HostBuffer
-from ds41rt.testing.conformance.case import NBYTES, N, Outcome, Rig, affine, case, code
-
-# Nobody maps anything here: low addresses are a driver's own, its allocations lie far higher.
-NOWHERE = 0x1234_5678_0000
+from ds41rt.testing.conformance.case import NBYTES, NOWHERE, N, Outcome, Rig, affine, case, code
 
 
 @case("Fewer than one byte cannot be allocated.")
@@ -187,14 +185,60 @@ def wild_kernel_before_an_event(rig: Rig) -> Outcome:
     return outcome
 
 
-@case("A copy to memory nobody allocated.", loses_context=True)
+@case("A copy to memory nobody allocated is refused at the call, and harms nothing.")
 def wild_copy(rig: Rig) -> Outcome:
     return _lost(rig, lambda: rig.backend.copy_d2d(NOWHERE, rig.x, NBYTES, rig.main))
 
 
-@case("A fill of memory nobody allocated.", loses_context=True)
+@case("So is a fill.")
 def wild_fill(rig: Rig) -> Outcome:
     return _lost(rig, lambda: rig.backend.fill(NOWHERE, 7, NBYTES, rig.main))
+
+
+@case("A copy or fill of memory nobody allocated, or that was freed, is refused at the call, whatever its kind.")
+def wild_copies_of_every_kind(rig: Rig) -> Outcome:
+    backend, host, gone = rig.backend, rig.pinned("host", rig.words), rig.backend.alloc("gone", NBYTES)
+    backend.free(gone)
+    outcome: Outcome = {}
+    for name, addr in (("nowhere", NOWHERE), ("null", 0), ("freed", gone.ptr)):
+        calls: dict[str, Callable[[], object]] = {
+            "copy_h2d": partial(backend.copy_h2d, addr, host, NBYTES, rig.main),
+            "copy_d2h": partial(backend.copy_d2h, host, addr, NBYTES, rig.main),
+            "copy_d2d from": partial(backend.copy_d2d, rig.x, addr, NBYTES, rig.main),
+            "copy_d2d to": partial(backend.copy_d2d, addr, rig.x, NBYTES, rig.main),
+            "fill": partial(backend.fill, addr, 7, NBYTES, rig.main),
+        }
+        outcome.update({f"{key}, {name}": code(call) for key, call in calls.items()})
+    outcome["untouched"] = rig.holds(rig.words)
+    outcome["usable"] = rig.usable()
+    return outcome
+
+
+@case("A copy or fill that begins in an allocation and ends far behind it is refused at the call.")
+def copies_far_beyond_an_allocation(rig: Rig) -> Outcome:
+    backend, nbytes = rig.backend, 64 << 20
+    host = backend.alloc_pinned("host", nbytes)
+    outcome: Outcome = {
+        "copy_h2d": code(lambda: backend.copy_h2d(rig.x, host, nbytes, rig.main)),
+        "copy_d2h": code(lambda: backend.copy_d2h(host, rig.x, nbytes, rig.main)),
+        "fill": code(lambda: backend.fill(rig.x, 7, nbytes, rig.main)),
+    }
+    outcome["synchronize"] = code(lambda: backend.synchronize(rig.main))
+    return outcome
+
+
+@case("A copy or fill that goes one byte beyond its buffer is refused too.")
+def copies_one_byte_beyond_an_allocation(rig: Rig) -> Outcome:
+    backend, host = rig.backend, rig.backend.alloc_pinned("host", NBYTES + 1)
+    short, other = backend.alloc("short", NBYTES), backend.alloc("other", 2 * NBYTES)
+    outcome: Outcome = {
+        "copy_h2d": code(lambda: backend.copy_h2d(short.ptr, host, NBYTES + 1, rig.main)),
+        "copy_d2h": code(lambda: backend.copy_d2h(host, short.ptr, NBYTES + 1, rig.main)),
+        "copy_d2d": code(lambda: backend.copy_d2d(other.ptr, short.ptr, NBYTES + 1, rig.main)),
+        "fill": code(lambda: backend.fill(short.ptr, 7, NBYTES + 1, rig.main)),
+    }
+    outcome["synchronize"] = code(lambda: backend.synchronize(rig.main))
+    return outcome
 
 
 @case(

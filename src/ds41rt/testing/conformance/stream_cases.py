@@ -191,7 +191,7 @@ def captured_fork_and_join(rig: Rig) -> Outcome:
     return {"right": right}
 
 
-@case("A graph launched inside a capture becomes a node of it.")
+@case("An executable graph cannot be launched into a capture; trying invalidates it.")
 def graph_launch_in_capture(rig: Rig) -> Outcome:
     backend = rig.backend
     backend.begin_capture(rig.main)
