@@ -15,7 +15,7 @@ demo: $(READY)
 
 # Lint, types, tests.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 check: $(READY)
 	$(BIN)/ruff check src tests tools examples

@@ -270,8 +270,9 @@ SMOKE = (
         "watch": True,
     },
     {
-        "words": "a*3 a/bake=3/late=40 a a/miss=1.0/fail=30 b a a/miss=all/reads=3 a a/read=0 a a/move=1@2 a/move=6 "
-        "a:reset a*3 a:truncate=-1 a/other=1.end/captures=1 a/bake=1/captures=3 a/miss=/clean b:close a*2",
+        "words": "a*3 a/bake=3/late=40 a a/miss=1.0/fail=30 b a a/miss=all/reads=3 a a/read=0 a a/move=1@1 a/move=2 a "
+        "a/move=4 a a/move=6@1 a a:reset a*3 a:truncate=-1 a/other=1.end/captures=1 a/bake=1/captures=3 "
+        "a/miss=/clean b:close a*2",
         "slots": 17,
     },
     {"words": "a*30", "slots": 5, "schedule": "eager"},

@@ -20,7 +20,7 @@ EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("auto", "host", "cuda"), help="default: auto")
+    parser.add_argument("--backend", choices=("auto", "host", "cuda"), help="default: DS41RT_BACKEND, else auto")
     parser.add_argument(
         "--schedule",
         default="lazy",
@@ -53,12 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--max-new", type=int, default=32, metavar="N", help="new tokens at most (default: 32)")
     decode.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     _add_backend(decode)
-    decode.add_argument("--mode", choices=("eager", "step-graph"), help="default: eager")
+    decode.add_argument("--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH, else eager")
     slots = decode.add_mutually_exclusive_group()
     slots.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
     slots.add_argument("--expert-cache-gib", type=float, metavar="X", help="the same as a budget in GiB")
-    decode.add_argument("--max-context", type=int, metavar="N", help="default: 4096, or the model's if smaller")
-    decode.add_argument("--index-keys", choices=("intended", "reference"), help="default: intended")
+    decode.add_argument(
+        "--max-context", type=int, metavar="N", help="default: DS41RT_MAX_CONTEXT, else 4096, or the model's if smaller"
+    )
+    decode.add_argument(
+        "--index-keys", choices=("intended", "reference"), help="default: DS41RT_INDEX_KEYS, else intended"
+    )
     decode.add_argument("--logits-out", type=Path, metavar="F.npy", help="float32 [positions, vocab]")
     decode.add_argument("--trace-out", type=Path, metavar="F.npz", help="routing, selections, a hash per layer")
     decode.add_argument("--json", action="store_true", help="print one JSON object")
@@ -76,9 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--preset", choices=("released", "small", "tiny", "micro"), default="released")
     bench.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
-    bench.add_argument("--context", type=int, default=4096, metavar="N", help="default: 4096, or the preset's most")
+    bench.add_argument("--context", type=int, metavar="N", help="default: 4096, or the preset's most")
     bench.add_argument(
-        "--experts-per-layer", type=int, default=128, metavar="N", help="resident experts (default: 128)"
+        "--experts-per-layer", type=int, default=None, metavar="N", help="resident experts (default: 128)"
     )
     bench.add_argument("--tokens", type=int, default=50, metavar="N", help="tokens timed per mode (default: 50)")
     bench.add_argument("--json", action="store_true", help="print one JSON object")

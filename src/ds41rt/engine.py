@@ -27,7 +27,14 @@ from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.result import CudaError
 from ds41rt.engram.rows import EngramUpload
-from ds41rt.errors import ConfigError, ContextFullError, Ds41Error, EngineClosedError, InputError, UnsupportedError
+from ds41rt.errors import (
+    ConfigError,
+    ContextFullError,
+    EngineBusyError,
+    EngineClosedError,
+    InputError,
+    UnsupportedError,
+)
 from ds41rt.log import Logger
 from ds41rt.moe.arena import ExpertArena, slot_nbytes
 from ds41rt.moe.cache import ExpertCache
@@ -186,6 +193,8 @@ class Engine:
         behind then.
         """
         if mode is not None:
+            if "step_graph" in overrides:
+                raise InputError("give mode or step_graph, not both: they are the same switch")
             if mode not in ("eager", "step-graph"):
                 raise InputError(f"mode {mode!r} is unknown; use eager or step-graph")
             overrides["step_graph"] = mode == "step-graph"
@@ -312,8 +321,11 @@ class Engine:
         cfg = self.config
         everything = cfg.n_layers * cfg.n_experts
         if asked is not None:
-            if asked < 1:
-                raise InputError(f"expert slots must be at least {cfg.top_k} (top-k), is {asked}")
+            if asked < cfg.top_k:
+                raise ConfigError(
+                    f"{asked} expert slots are fewer than one token's working set of {cfg.top_k} (top-k); "
+                    "raise --expert-slots (expert_slots)"
+                )
             return min(asked, everything)
         size = slot_nbytes(self._source.expert_layout)
         free, _ = self.backend.memory_info()
@@ -505,7 +517,7 @@ class Engine:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise Ds41Error("the engine is in use by another thread; one thread at a time may step an engine")
+            raise EngineBusyError("the engine is in use by another thread; one thread at a time may step an engine")
         try:
             if self._closed_because is not None:
                 raise EngineClosedError(f"the engine is closed: {self._closed_because}")
@@ -514,6 +526,8 @@ class Engine:
             self._busy.release()
 
     def _check_sequence(self, seq: DecodeSequence) -> None:
+        if not isinstance(seq, DecodeSequence):
+            raise InputError(f"{seq!r} is no sequence; make one with new_sequence()")
         if seq not in self._sequences:
             what = "is closed" if seq.closed else "belongs to another engine"
             raise InputError(f"sequence {seq.step.ident} {what}; make one with new_sequence()")

@@ -36,5 +36,9 @@ class NotFiniteError(Ds41Error):
     """The router saw a not-finite logit or weight: the step is refused instead of returning garbage."""
 
 
+class EngineBusyError(Ds41Error):
+    """Another thread is inside the engine: one thread at a time may use it."""
+
+
 class EngineClosedError(Ds41Error):
     """The engine, or the sequence, was closed (by the caller or after a sticky device error)."""

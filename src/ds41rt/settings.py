@@ -59,6 +59,10 @@ class Settings(BaseModel):
                 known = ", ".join(sorted(PREFIX + f.upper() for f in cls.model_fields))
                 raise ConfigError(f"{variable}={raw!r}: there is no such setting; known are {known}")
             values[name] = _parse(variable, raw, cls.model_fields[name].annotation)
+        unknown = sorted(set(overrides) - set(cls.model_fields))
+        if unknown:
+            known = ", ".join(sorted(cls.model_fields))
+            raise ConfigError(f"{unknown[0]}={overrides[unknown[0]]!r}: there is no such setting; known are {known}")
         values.update({k: v for k, v in overrides.items() if v is not None})
         try:
             return cls(**values)

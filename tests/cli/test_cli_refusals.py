@@ -72,7 +72,7 @@ def test_image_token_in_the_prompt(micro: Path, capsys: Capsys) -> None:
 
 def test_too_few_slots_for_one_token(micro: Path, capsys: Capsys) -> None:
     result = run_cli(capsys, "decode", micro, "--prompt-ids", "1", "--expert-slots", 2)
-    assert_refused(result, 1, "2 expert slots", "top-k is 3")
+    assert_refused(result, 2, "2 expert slots", "working set of 3", "--expert-slots")
 
 
 def test_cuda_backend_without_a_gpu(micro: Path) -> None:

@@ -13,7 +13,7 @@ from ds41rt.checkpoint.synth import synthesize
 from ds41rt.checkpoint.synth_presets import PRESETS
 from ds41rt.config import ModelConfig
 from ds41rt.engine import Engine
-from ds41rt.errors import CacheError, NotFiniteError
+from ds41rt.errors import ConfigError, NotFiniteError
 from ds41rt.moe.header import HeaderError
 from ds41rt.moe.route import RouteMismatchError
 
@@ -154,7 +154,7 @@ def test_the_largest_selection_that_the_kernel_takes(
 
 def test_fewer_slots_than_one_layer_picks_are_refused(checkpoint: Checkpoints) -> None:
     backend = ProbeBackend()
-    with pytest.raises(CacheError, match="2 expert slots are smaller than one token's working set: top-k is 3"):
+    with pytest.raises(ConfigError, match="2 expert slots are fewer than one token's working set of 3"):
         Run(reference(checkpoint("micro")), slots=2, backend=backend)
     assert not any(backend.inner.live().values())
     backend.close()

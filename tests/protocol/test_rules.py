@@ -1,14 +1,24 @@
 """Rules that cost nothing but time or words when they are broken, so that no scenario's bits show it."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scenario import PRESET, Runner, Scenario, World
 from structlog.testing import capture_logs
-from twin import Twin
+from twin import MAX_CONTEXT, Twin
 
+from ds41rt.cu.backend import Stream, open_backend
+from ds41rt.cu.host import HostBackend
+from ds41rt.cu.host.stream import Op
+from ds41rt.cu.result import CudaError
+from ds41rt.engine import Engine
+from ds41rt.errors import CacheError
+from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.header import Fall
 
 
@@ -87,6 +97,86 @@ def test_a_handle_whose_destruction_was_interrupted_hides_no_other(world: World)
     assert logs == [entry for entry in logs if entry["log_level"] != "warning"]
     assert machine.seg.doomed == []
     assert world.backend.live()["graph_execs"] == 0
+
+
+def test_a_trace_names_every_part_and_leaves_nothing(checkpoint: Callable[[str], Path], backend_name: str) -> None:
+    backend: Any = open_backend(backend_name)[0]
+    with Engine.open(
+        checkpoint(PRESET), mode="step-graph", backend=backend, max_context=MAX_CONTEXT, trace=True
+    ) as engine:
+        seq = engine.new_sequence()
+        with capture_logs() as logs:
+            for token in (5, 17, 33):
+                engine.decode_step(seq, token)
+    traced = [entry for entry in logs if entry["event"] == "trace"]
+    assert {"selection", "streams", "normed", "attn_out", "moe_in", "streams_out"} <= {
+        entry["part"] for entry in traced
+    }
+    by_token = [{e["hash"] for e in traced if e.get("pos") == pos and e["part"] == "streams"} for pos in range(3)]
+    assert [len(hashes) for hashes in by_token] == [engine.config.n_layers] * 3
+    assert not any(backend.live().values())
+    backend.close()
+
+
+def test_an_observer_is_told_the_size_of_every_part(world: World) -> None:
+    sizes: dict[str, int] = {}
+
+    class Observer:
+        def selection(self, layer: int, rows: NDArray[np.int32]) -> None: ...
+
+        def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
+            sizes[part] = nbytes
+
+    world.engine.observe(Observer())
+    world.do("a/miss=1.0")
+    world.do("a/miss=")
+    cfg = world.engine.config
+    row, streams = 2 * cfg.dim, 2 * cfg.dim * cfg.hc_mult
+    assert sizes == {
+        **dict.fromkeys(("streams_in", "streams", "streams_out", "segment_streams"), streams),
+        **dict.fromkeys(("normed", "attn_out", "moe_in", "segment_hidden"), row),
+    }
+
+
+def test_completed_work_of_the_host_backend_does_not_hold_what_came_before() -> None:
+    backend = HostBackend()
+    stream = backend.create_stream("long")
+    buf = backend.alloc("bytes", 256)
+    for _ in range(300):
+        backend.fill(buf.ptr, 1, 256, stream)
+    backend.synchronize(stream)
+    gc.collect()
+    assert sum(isinstance(x, Op) and x.stream == stream for x in gc.get_objects()) < 10
+    backend.close()
+
+
+def test_an_event_of_a_capture_whose_streams_are_gone() -> None:
+    """The capture has ended with its last stream, and its events say so."""
+    backend = HostBackend()
+    origin, other = backend.create_stream("origin"), backend.create_stream("other")
+    event = backend.create_event("recorded")
+    backend.begin_capture(origin)
+    backend.record(event, origin)
+    backend.destroy_stream(origin)
+    with pytest.raises(CudaError, match="a capture that has ended"):
+        backend.wait(other, event)
+    backend.close()
+
+
+def test_the_error_of_a_full_cache_counts_right() -> None:
+    """Two slots hold experts of the request, one is pinned by an earlier call of the epoch, one can be given up."""
+    cache = ExpertCache(1, 8, 4)
+    for expert in range(4):
+        plan = cache.plan_fetch(0, [expert])
+        cache.evict(plan.tickets[0])
+        cache.commit(plan.tickets[0])
+    cache.begin_epoch()
+    cache.plan_fetch(0, [2])
+    with pytest.raises(CacheError) as info:
+        cache.plan_fetch(0, [0, 1, 5, 6])
+    assert "2 experts are missing and only 1 of 4 slots can be given up" in str(info.value)
+    assert "(2 hold experts of this request, 1 others are pinned)" in str(info.value)
+    assert "at least 5 slots" in str(info.value)
 
 
 def test_a_failing_scenario_prints_what_can_be_pasted(checkpoint: Callable[[str], Path], backend_name: str) -> None:

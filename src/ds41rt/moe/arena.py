@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 from ds41rt.checkpoint.layout import ExpertLayout
 from ds41rt.cu.backend import GpuBackend, Stream
-from ds41rt.errors import CacheError
 from ds41rt.moe.header import SLOT_TABLE_LAYERS, header_words
 
 _SLOT_ALIGN = 256
@@ -18,11 +17,6 @@ class ExpertArena:
     """`n_slots` usable slots behind the reserved slot 0, and the header rows that the selection kernel writes."""
 
     def __init__(self, backend: GpuBackend, layout: ExpertLayout, n_slots: int, top_k: int, stream: Stream) -> None:
-        if n_slots < top_k:
-            raise CacheError(
-                f"{n_slots} expert slots are smaller than one token's working set: top-k is {top_k}, "
-                f"one slot is {layout.nbytes} bytes; raise the number of slots or the cache budget"
-            )
         self._backend = backend
         self.layout = layout
         self.n_slots = n_slots

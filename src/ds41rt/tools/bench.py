@@ -32,6 +32,8 @@ from ds41rt.step.launches import LayerLaunches
 _WARM_UP = 8
 _STAGE_REPEATS = 20
 _PROBE_CHUNKS, _PROBE_CHUNK_NBYTES = 1056, 1 << 20
+# On the simulated device, whose time is NumPy's, a small probe will do and the released shapes will not.
+_HOST_PROBE_CHUNKS = 16
 _COUNTED = ("launch", "launch_graph", "copy_d2h", "copy_h2d", "synchronize")
 
 # Stages of the table: name, and the launches of a layer that belong to it.
@@ -98,14 +100,15 @@ def launch_nbytes(launch: KernelLaunch, cfg: ModelConfig) -> int:
 
 def read_bandwidth(backend: GpuBackend) -> float:
     """Bytes a second that a kernel reads from device memory; about a gibibyte, median of several launches."""
-    nbytes = _PROBE_CHUNKS * _PROBE_CHUNK_NBYTES
+    n_chunks = _HOST_PROBE_CHUNKS if backend.name == "host" else _PROBE_CHUNKS
+    nbytes = n_chunks * _PROBE_CHUNK_NBYTES
     stream = backend.create_stream("bandwidth")
-    data, sums = backend.alloc("bandwidth data", nbytes), backend.alloc("bandwidth sums", 4 * _PROBE_CHUNKS)
+    data, sums = backend.alloc("bandwidth data", nbytes), backend.alloc("bandwidth sums", 4 * n_chunks)
     host = backend.alloc_pinned("bandwidth image", _PROBE_CHUNK_NBYTES)
     host.array[:] = np.random.default_rng(0).integers(0, 256, host.nbytes, np.uint8)
-    for i in range(_PROBE_CHUNKS):
+    for i in range(n_chunks):
         backend.copy_h2d(data.ptr + i * _PROBE_CHUNK_NBYTES, host, _PROBE_CHUNK_NBYTES, stream)
-    args = {"data": data.ptr, "sums": sums.ptr, "chunks": _PROBE_CHUNKS, "chunk_nbytes": _PROBE_CHUNK_NBYTES}
+    args = {"data": data.ptr, "sums": sums.ptr, "chunks": n_chunks, "chunk_nbytes": _PROBE_CHUNK_NBYTES}
     launch = backend.prepare(READ_SUM, args, "bandwidth")
     seconds = _timed_graph(backend, [launch] * 4) / 4
     backend.free_pinned(host)
@@ -166,23 +169,35 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     cfg = RELEASED if args.preset == "released" else PRESETS[args.preset]
     if args.layers is not None:
         cfg = first_layers(cfg, args.layers)
-    context = min(args.context, cfg.max_positions)
+    if args.tokens < 1:
+        raise InputError(f"--tokens must be at least 1, is {args.tokens}")
+    per_layer = min(128, cfg.n_experts) if args.experts_per_layer is None else args.experts_per_layer
+    if not cfg.top_k <= per_layer <= cfg.n_experts:
+        raise InputError(
+            f"--experts-per-layer must be in {cfg.top_k}..{cfg.n_experts} for preset {args.preset}, is {per_layer}"
+        )
+    context = min(4096, cfg.max_positions) if args.context is None else args.context
     needed = 2 * (args.tokens + _WARM_UP) + 2
-    if context < needed or args.tokens < 1:
-        raise InputError(f"--context {context} is too short for --tokens {args.tokens}: {needed} positions are needed")
-    per_layer = min(args.experts_per_layer, cfg.n_experts)
+    if not needed <= context <= cfg.max_positions:
+        raise InputError(
+            f"--context must be in {needed}..{cfg.max_positions} for --tokens {args.tokens} and preset {args.preset}, "
+            f"is {context}"
+        )
     with ExitStack() as stack:
         raw, why = open_backend(args.backend or "auto", schedule=args.schedule)
         stack.callback(raw.close)
+        if raw.name == "host" and args.preset == "released":
+            raise InputError(
+                f"the released shapes need a GPU, and the host backend was chosen ({why}); "
+                "try --preset tiny, which times NumPy, or see ds41rt doctor"
+            )
         result: dict[str, Any] = {"version": __version__, "backend": raw.name, "why": why, "device": raw.device_name}
         bandwidth = read_bandwidth(raw)
         counting: Any = CountingBackend(raw)
         source = FilledSource(cfg, experts_per_layer=per_layer)
         settings = Settings(step_graph=True, max_context=context)
         loading = time.perf_counter()
-        engine = stack.enter_context(
-            Engine(source, settings, backend=counting, expert_slots=min(per_layer, cfg.n_experts) * cfg.n_layers)
-        )
+        engine = stack.enter_context(Engine(source, settings, backend=counting, expert_slots=per_layer * cfg.n_layers))
         for layer in range(cfg.n_layers):
             engine.preload(layer, range(per_layer))
         result["loading_s"] = time.perf_counter() - loading
@@ -235,7 +250,10 @@ def bench(args: argparse.Namespace) -> int:
         f"experts a layer, {c['tokens']} tokens, no speculation, {c['misses']} misses, {c['falls']} falls"
     )
     print(f"read bandwidth {result['read_tb_per_s']:.2f} TB/s; byte floor {result['floor_us']:.0f} us a token")
-    print(f"eager       {result['eager_us']:>9.0f} us a token")
+    if result["backend"] == "host":
+        print("the host backend times NumPy on this machine: no measure of a GPU")
+    floor = result["floor_us"]
+    print(f"eager       {result['eager_us']:>9.0f} us a token = {result['eager_us'] / floor:.2f} x the floor")
     print(
         f"step graph  {result['step_graph_us']:>9.0f} us a token = {result['times_floor']:.2f} x the floor, "
         f"{1e6 / result['step_graph_us']:.1f} tokens/s"
