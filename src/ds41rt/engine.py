@@ -28,11 +28,13 @@ from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.result import CudaError
 from ds41rt.engram.rows import EngramUpload
 from ds41rt.errors import (
+    CheckpointError,
     ConfigError,
     ContextFullError,
     EngineBusyError,
     EngineClosedError,
     InputError,
+    NotFiniteError,
     UnsupportedError,
 )
 from ds41rt.log import Logger
@@ -152,7 +154,8 @@ class Engine:
     ) -> None:
         _check_platform()
         self.settings = settings
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()
+        self._stepping = False
         self._closed_because: str | None = None
         self._sequences: set[DecodeSequence] = set()
         self._next_ident = 1
@@ -265,7 +268,7 @@ class Engine:
                 self.cache,
                 self.table,
                 self._fetcher,
-                [self._source.read(f"layers.{i}.ffn.gate.bias") for i in range(cfg.n_layers)],
+                [self._router_bias(i) for i in range(cfg.n_layers)],
                 diag=settings.device_route_diag,
             ),
             MoeRouter.close,
@@ -315,6 +318,15 @@ class Engine:
         )
         own(self.machine, StepMachine.close)
         backend.synchronize(self.stream)  # what failed in loading is raised here, not by the first token
+
+    def _router_bias(self, layer: int) -> NDArray[np.float32]:
+        """A layer's selection bias, refused if not finite: NaN would rank its experts last without a word."""
+        name = f"layers.{layer}.ffn.gate.bias"
+        bias: NDArray[np.float32] = self._source.read(name)
+        if not np.isfinite(bias).all():
+            at = int(np.flatnonzero(~np.isfinite(bias))[0])
+            raise CheckpointError(f"tensor {name!r}: value {at} is {bias[at]}; a router bias must be finite")
+        return bias
 
     def _slot_count(self, asked: int | None) -> int:
         """Expert slots: as asked, or what the budget holds, at most one for every expert."""
@@ -432,6 +444,7 @@ class Engine:
                 step.history[position] = self.engram.compressed(token)
             seq.started = position + 1
             self.bodies.bind(step, token, position)
+            self._stepping = True
             try:
                 self.machine.run_token(position)
                 self.backend.launch(self.head_launch, self.stream)
@@ -439,12 +452,19 @@ class Engine:
                     self._logits_host, self.buffers.vocab_logits.ptr, 4 * self.config.vocab, self.stream, 0, "logits"
                 )
                 self.backend.synchronize(self.stream)
+                logits = self._logits.copy()
+                if not np.isfinite(logits).all():
+                    raise NotFiniteError(
+                        f"position {position}: a logit is not finite; check the weights of head and last layers"
+                    )
             except BaseException as e:
                 self._after_failed_step(e)
                 raise
-            seq.position = position + 1
+            finally:
+                self._stepping = False
             self._seen.take(self)
-            return self._logits.copy()
+            seq.position = position + 1  # last: an interrupt before it leaves the token to be stepped again
+            return logits
 
     def prefill(self, seq: DecodeSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Process a prompt token by token; returns the logits after the last one. All ids are checked first."""
@@ -496,13 +516,16 @@ class Engine:
         self.bodies.observers = tuple(o for o in self.bodies.observers if o is not observer)
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
-        if self._closed_because is None:
-            self._closed_because = "it was closed by its owner"
-        with self._busy:
+        """Free everything. Idempotent. Raises `EngineBusyError` while another thread, or a step, is inside."""
+        self._enter()
+        try:
+            if self._closed_because is None:
+                self._closed_because = "close() was called"
             for seq in list(self._sequences):
                 self._close_sequence(seq)
             self._stack.close()
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> "Engine":
         return self
@@ -516,14 +539,28 @@ class Engine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError("the engine is in use by another thread; one thread at a time may step an engine")
+        self._enter()
         try:
             if self._closed_because is not None:
                 raise EngineClosedError(f"the engine is closed: {self._closed_because}")
             yield
+        except CudaError as e:
+            if e.sticky:
+                self._closed_because = f"the device failed: {e}"
+            raise
         finally:
             self._busy.release()
+
+    def _enter(self) -> None:
+        """Take the engine for this thread, for as long as `_busy` is held; never waits.
+
+        The lock is re-entrant, so that an interrupt between taking and releasing it cannot lock out its own thread.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise EngineBusyError("the engine is in use by another thread; one thread at a time may use an engine")
+        if self._stepping:
+            self._busy.release()
+            raise EngineBusyError("the engine is in the middle of a step; call it again when the step has returned")
 
     def _check_sequence(self, seq: DecodeSequence) -> None:
         if not isinstance(seq, DecodeSequence):
@@ -572,6 +609,9 @@ class Engine:
         except CudaError as e:
             if not e.sticky:
                 raise
+        except KeyboardInterrupt:
+            close(resource)  # what the interrupt left; the ones after it follow on their own
+            raise
 
     def _drain(self) -> None:
         """Before buffers are freed nothing may be in flight."""
@@ -579,16 +619,21 @@ class Engine:
         self.backend.synchronize(self._side)
 
     def close_sequence(self, seq: DecodeSequence) -> None:
+        """Free a sequence's memory; of a failed or closed engine too. Raises `InputError` for another engine's."""
         if seq.closed:
             return
-        with self._exclusive():
+        self._enter()
+        try:
+            self._check_sequence(seq)
             self._close_sequence(seq)
+        finally:
+            self._busy.release()
 
     def _close_sequence(self, seq: DecodeSequence) -> None:
-        seq.closed = True
-        self._sequences.discard(seq)
         self._release(Engine._drain, self)  # a step whose clean-up was interrupted may still use the buffers
         self._release(SequenceBuffers.close, seq.step.buffers)
+        seq.closed = True
+        self._sequences.discard(seq)
 
 
 class _Counts:

@@ -37,7 +37,7 @@ class Settings(BaseModel):
     device_route_diag: bool = False
     trace: bool = False
     no_engram: bool = False
-    expert_cache_gib: float | None = Field(default=None, gt=0)
+    expert_cache_gib: float | None = Field(default=None, gt=0, le=1 << 20)
     evict_random_pct: float = Field(default=8.0, ge=0, le=100)
     max_context: int | None = Field(default=None, ge=1)  # None: 4096, or what the model allows if that is less
     index_keys: IndexKeys = "intended"

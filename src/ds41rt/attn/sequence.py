@@ -142,7 +142,8 @@ class SequenceBuffers:
 
     def close(self) -> None:
         while self._owned:
-            self._backend.free(self._owned.pop())
+            self._backend.free(self._owned[-1])
+            self._owned.pop()  # only now: what an interrupt left is freed by the next call
 
 
 def why_not_truncate(cfg: ModelConfig, started: int, position: int) -> str | None:

@@ -127,6 +127,8 @@ def _prompt_of(args: argparse.Namespace) -> list[int]:
         except UnicodeDecodeError as e:
             raise InputError(f"--prompt-ids-file {args.prompt_ids_file}: is not a text file: {e}") from e
         return parse_ids(text, f"--prompt-ids-file {args.prompt_ids_file}")
+    if not args.prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in args.prompt):
+        raise InputError("--prompt: the text is not valid UTF-8")
     ids: list[int] = load_tokenizer(args.checkpoint).encode(args.prompt).ids
     if not ids:
         raise InputError("--prompt: the text has no tokens")
