@@ -416,6 +416,7 @@ class World:
         assert s.replays == s.clean_replays + sum(s.falls.values())
         assert sum(s.falls.values()) == sum(s.falls_by_layer)
         assert s.device_hits + s.host_hits + s.misses == cfg.n_layers * cfg.top_k * s.tokens
+        assert s.expert_nbytes_read % engine.arena.layout.nbytes == 0
         assert not seg.in_step
         assert seg.capturing is None
         live = self.backend.live()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from twin import MAX_CONTEXT, Twin
 from ds41rt.cu.backend import Stream, open_backend
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.host.stream import Op
-from ds41rt.cu.result import CudaError
+from ds41rt.cu.result import CudaError, Status
 from ds41rt.engine import Engine
 from ds41rt.errors import CacheError
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.header import Fall
+from ds41rt.moe.recency import Recency
+from ds41rt.step.snapshot import Snapshots
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +43,9 @@ def world(checkpoint: Callable[[str], Path], backend_name: str, twin: Twin) -> I
 
 def test_a_fetch_of_resident_experts_makes_no_call(world: World) -> None:
     """Not even a wait for staging memory that it does not need."""
-    world.do("a/miss=")
     cache, fetcher = world.engine.cache, world.engine._fetcher
-    layer, expert = next(key for slot in range(1, 17) if (key := cache.key_of(slot)) is not None)
+    layer, expert = 0, next(e for e in range(16) if not cache.slot_of(0, e))
+    assert fetcher.fetch(layer, [expert], world.engine.stream, count=False) == 1
     calls: list[str] = []
 
     def hook(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -54,6 +57,23 @@ def test_a_fetch_of_resident_experts_makes_no_call(world: World) -> None:
     assert fetcher.fetch(layer, [expert], world.engine.stream, count=False) == 0
     world.probe.hook = None
     assert calls == []
+
+
+def test_staging_is_not_rewritten_under_a_copy_that_no_event_follows(world: World) -> None:
+    """The call between the copy and the next fetch failed, and nothing has drained the stream since."""
+    absent = [e for e in range(16) if not world.engine.cache.slot_of(0, e)]
+
+    def hook(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        if name == "record":
+            raise CudaError(Status.OUT_OF_MEMORY, "planted", "by a test")
+        return call()
+
+    world.probe.hook = hook
+    with pytest.raises(CudaError, match="planted"):
+        world.engine.preload(0, absent[:3])
+    world.probe.hook = None
+    world.engine.preload(0, absent[3:6])
+    world.check_cache()
 
 
 def test_a_fall_says_how_many_experts_were_fetched(world: World) -> None:
@@ -120,12 +140,15 @@ def test_a_trace_names_every_part_and_leaves_nothing(checkpoint: Callable[[str],
 
 def test_an_observer_is_told_the_size_of_every_part(world: World) -> None:
     sizes: dict[str, int] = {}
+    ends: set[tuple[str, int]] = set()
 
     class Observer:
         def selection(self, layer: int, rows: NDArray[np.int32]) -> None: ...
 
         def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
             sizes[part] = nbytes
+            if part.startswith("segment"):
+                ends.add((part, layer))
 
     world.engine.observe(Observer())
     world.do("a/miss=1.0")
@@ -136,6 +159,41 @@ def test_an_observer_is_told_the_size_of_every_part(world: World) -> None:
         **dict.fromkeys(("streams_in", "streams", "streams_out", "segment_streams"), streams),
         **dict.fromkeys(("normed", "attn_out", "moe_in", "segment_hidden"), row),
     }
+    assert ends == {(part, layer) for part in ("segment_streams", "segment_hidden") for layer in (0, 2, 3)}
+
+
+def test_snapshots_are_aligned_and_do_not_overlap() -> None:
+    backend = HostBackend()
+    for nbytes in (1, 255, 256, 257, 512, 736, 51_296):
+        saved = backend.alloc("saved", nbytes)
+        snapshots = Snapshots(backend, saved, 3)
+        addresses = [snapshots.ptr(layer) for layer in range(3)]
+        assert all(b - a >= nbytes for a, b in pairwise(addresses))
+        assert all(address % 256 == 0 for address in addresses)
+        assert addresses[-1] + nbytes <= addresses[0] + snapshots._store.nbytes
+        assert snapshots._store.nbytes < 3 * (nbytes + 256)
+        snapshots.close()
+    backend.close()
+
+
+def test_the_host_route_leaves_the_picks_of_the_device_route(
+    checkpoint: Callable[[str], Path], backend_name: str
+) -> None:
+    """What traces record of a token: picks, weights, and no flag."""
+    rows = []
+    for device_route in (True, False):
+        backend, _ = open_backend(backend_name)
+        path = checkpoint(PRESET)
+        with Engine.open(path, mode="eager", backend=backend, max_context=8, device_route=device_route) as engine:
+            seq = engine.new_sequence()
+            engine.decode_step(seq, 5)
+            engine.decode_step(seq, 17)
+            found = [row for row in engine.router.picks if row is not None]
+            rows.append([(row.layer, row.picks, row.weight_bits) for row in found])
+            assert device_route or [row.flag for row in found] == [0] * engine.config.n_layers
+        backend.close()
+    assert len(rows[0]) == engine.config.n_layers
+    assert rows[0] == rows[1]
 
 
 def test_completed_work_of_the_host_backend_does_not_hold_what_came_before() -> None:
@@ -161,6 +219,17 @@ def test_an_event_of_a_capture_whose_streams_are_gone() -> None:
     with pytest.raises(CudaError, match="a capture that has ended"):
         backend.wait(other, event)
     backend.close()
+
+
+def test_an_old_share_of_two_slots_has_two_victims() -> None:
+    victims = set()
+    for seed in range(30):
+        ages = Recency(25, 8.0, seed)
+        for slot in range(1, 26):
+            ages.add(slot)
+        ages.begin_epoch()
+        victims.add(ages.take_victim()[0])
+    assert victims == {1, 2}
 
 
 def test_the_error_of_a_full_cache_counts_right() -> None:

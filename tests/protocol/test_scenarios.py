@@ -147,6 +147,15 @@ def test_calls_fail_while_other_sequences_go_on(run: Runner, schedule: str) -> N
     run_all(run, words, slots=16, schedule=schedule)
 
 
+def test_a_step_abandoned_between_a_fall_and_the_rerun(run: Runner) -> None:
+    """The call that fails may be the upload behind a buffer's move; what was marked for the rerun is forgotten then."""
+    words = ["a*3"]
+    for n in range(20, 70):
+        words += [f"a/miss=2.0/move=4@2/fail={n}", "a/miss=1.0/falls=1"]
+        words += ["a:reset a*3"] if n % 12 == 0 else []
+    run_all(run, words, slots=16, watch=True)
+
+
 # ---- fork and truncate
 
 
