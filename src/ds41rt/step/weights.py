@@ -49,10 +49,6 @@ class DeviceWeights:
     def ptr(self, name: str) -> int:
         return self._buffers[name].ptr
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers.values())
-
     def _free_staging(self) -> None:
         if self._staging is not None:
             self._backend.free_pinned(self._staging)
