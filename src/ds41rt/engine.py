@@ -545,11 +545,14 @@ class Engine:
                 raise EngineClosedError(f"the engine is closed: {self._closed_because}")
             yield
         except CudaError as e:
-            if e.sticky:
-                self._closed_because = f"the device failed: {e}"
+            self._close_if_lost(e)
             raise
         finally:
             self._busy.release()
+
+    def _close_if_lost(self, error: CudaError) -> None:
+        if error.sticky:
+            self._closed_because = f"the device failed: {error}"
 
     def _enter(self) -> None:
         """Take the engine for this thread, for as long as `_busy` is held; never waits.
@@ -592,15 +595,12 @@ class Engine:
     def _after_failed_step(self, error: BaseException) -> None:
         """Drain what the step left on the streams; a sticky error closes the engine for good."""
         self._seen.drop(self)
-        sticky = error if isinstance(error, CudaError) and error.sticky else None
-        if sticky is None:
-            try:
-                self.backend.synchronize(self.stream)
-                self.backend.synchronize(self._side)
-            except CudaError as e:
-                sticky = e if e.sticky else None
-        if sticky is not None:
-            self._closed_because = f"the device failed: {sticky}"
+        if isinstance(error, CudaError) and error.sticky:
+            return  # nothing to drain; `_exclusive` closes the engine
+        try:
+            self._drain()
+        except CudaError as e:
+            self._close_if_lost(e)
 
     def _release(self, close: Callable[[_T], None], resource: _T) -> None:
         """Close one resource. A lost device refuses every call, and takes its memory with it: that is no news then."""

@@ -4,34 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_device_engine import FailingCapture
 from test_device_kernels import TRUE_SHAPES
 
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.cu.backend import open_backend
-from ds41rt.cu.result import CudaError, Status
 from ds41rt.engine import Engine
 from ds41rt.settings import Settings
 
 # About 1.9 GB of experts for 5 layers x 384: most picks miss, but the router below is limited to fewer.
 SLOTS, EXPERTS_PER_LAYER, TOKENS = 100, 24, 100
-
-
-class FailingCapture:
-    """A backend whose capture fails at its n-th recorded launch."""
-
-    def __init__(self, backend: Any, n: int) -> None:
-        self._backend = backend
-        self.left = n
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def launch(self, launch: Any, stream: Any) -> None:
-        if self._backend.capture_status(stream) != 0:
-            self.left -= 1
-            if self.left == 0:
-                raise CudaError(Status.STREAM_CAPTURE_UNSUPPORTED, "cuLaunchKernel", "planted by a test")
-        self._backend.launch(launch, stream)
 
 
 def decode(source: FilledSource, backend: Any, step_graph: bool, texts: list[list[int]]) -> tuple[list[Any], Any]:

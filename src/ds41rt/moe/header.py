@@ -23,7 +23,7 @@ MISS = router.FLAG_MISS
 NOT_FINITE = router.FLAG_NOT_FINITE
 HOST_SLOT_BIT = router.HOST_SLOT_BIT
 header_words = router.header_words
-# Slot codes: a device slot, HOST_SLOT_BIT | a host slot, or absent: ABSENT in the slot table, below 1 in a row.
+# Slot codes: a device slot, HOST_SLOT_BIT | a host slot, or ABSENT; a row's plan slots are the table's codes.
 ABSENT = -1
 
 
