@@ -19,7 +19,7 @@ _LEAVES = {"config", "checkpoint", "log"}
 _STATE = {"kernels", "cu", *_LEAVES}
 _STEP = {"attn", "moe", "engram", *_STATE}
 _ENGINE = {"step", "settings", *_STEP}
-_TOOLS = {"", "engine", "trace", *_ENGINE}  # "": the version
+_TOOLS = {"", "engine", "trace", "capture", *_ENGINE}  # "": the version
 ARROWS: dict[str, set[str]] = {
     "": set(),  # ds41rt/__init__.py
     "errors": set(),
@@ -35,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "step": _STEP,
     "engine": _ENGINE,
     "trace": {"engine", *_ENGINE},
+    "capture": {"cu"},
     "testing": {"cu"},
     "tools": _TOOLS,
     "cli": {"tools", *_TOOLS},
