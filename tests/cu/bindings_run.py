@@ -5,7 +5,8 @@ from functools import partial
 
 import numpy as np
 
-from ds41rt.cu.backend import HostBuffer
+from ds41rt.cu.backend import CaptureStatus, HostBuffer, MemoryRange, foreign_graphs
+from ds41rt.cu.capture_probe import CaptureInfo
 from ds41rt.cu.driver import DriverBackend, probe
 from ds41rt.cu.graphinfo import CopyNode, FillNode, KernelNode
 from ds41rt.cu.result import CudaError, Status
@@ -29,7 +30,7 @@ def main() -> None:
     backend = DriverBackend()
     rng = np.random.default_rng(3)
     main_stream, side = backend.create_stream("main"), backend.create_stream("side")
-    start, end = backend.create_timing_event("start"), backend.create_timing_event("end")
+    start, end = backend.create_event("start", timing=True), backend.create_event("end", timing=True)
     table0 = rng.integers(-1, 100, (64, 384), dtype=np.int32)
     table, scratch = backend.alloc("table", table0.nbytes), backend.alloc("scratch", 64)
     pinned = backend.alloc_pinned("triples", 4 * 31)
@@ -72,7 +73,15 @@ def main() -> None:
     step()
     refused(Status.STREAM_CAPTURE_UNSUPPORTED, lambda: backend.synchronize(main_stream), "'main'")
     graph = backend.end_capture(main_stream)
-    copy, kernel, fill = (node.content for node in backend.describe_graph(graph).nodes)
+    info = backend.describe_graph(graph)
+    copy, kernel, fill = (node.content for node in info.nodes)
+    assert [node.label for node in info.nodes] == ["triples", "set", "scratch"], info
+    assert info.unavailable == (), info
+    with foreign_graphs() as driver:
+        assert [node.content for node in driver.describe(graph).nodes] == [copy, kernel, fill]
+        assert driver.find_allocation(pinned.ptr + 5) == MemoryRange(pinned.ptr, pinned.nbytes, "pinned")
+        assert driver.find_allocation(table.ptr) == MemoryRange(table.ptr, table.nbytes, "device")
+        assert driver.find_allocation(12345678) is None
     assert copy == CopyNode(triples.ptr, "device", pinned.ptr, "pinned", pinned.nbytes), copy
     assert fill == FillNode(scratch.ptr, 7, 1, 64), fill
     assert isinstance(kernel, KernelNode)
@@ -86,11 +95,25 @@ def main() -> None:
         (24, 10),
     ], kernel.params
     assert backend.describe_graph(graph).edges == ((0, 1), (1, 2))
+    assert backend.capture_probe().n_nodes(graph) == 3
     graph_exec = backend.instantiate(graph)
     backend.destroy_graph(graph)
     words[1:] = rng.integers(0, 64, 30)
     backend.launch_graph(graph_exec, main_stream)
     expect()
+    look = backend.capture_probe()
+    assert look.info(side) == CaptureInfo(CaptureStatus.NONE)
+    look.begin(side, "relaxed")
+    backend.fill(scratch.ptr, 1, 64, side)
+    backend.fill(scratch.ptr, 2, 64, side)
+    seen = look.info(side)
+    assert (seen.status, seen.ident, len(seen.frontier)) == (CaptureStatus.ACTIVE, 7, 1), seen
+    assert look.unjoined(side, [side]) == []
+    assert look.end(side) == 2
+    look.begin(side, "relaxed")
+    look.abort(side)
+    look.abort(side)
+    assert look.info(side).status is CaptureStatus.NONE
     backend.begin_capture(side)
     backend.abort_capture(side)
     backend.abort_capture(side)

@@ -8,6 +8,7 @@ symbols with `missing` (no attribute) and `unloadable` (there, but the driver la
 import ctypes
 import json
 import struct
+import sys
 import threading
 from collections.abc import Iterable
 from enum import IntEnum
@@ -41,14 +42,28 @@ _CALLS = {
           cuMemHostGetDevicePointer cuPointerGetAttribute cuStreamCreate cuStreamIsCapturing cuStreamEndCapture
           cuEventCreate cuEventElapsedTime cuModuleLoadData cuModuleGetFunction cuFuncGetAttribute
           cuFuncGetName cuKernelGetName cuGraphInstantiate cuGraphNodeGetType cuGraphKernelNodeGetParams
-          cuGraphMemcpyNodeGetParams cuGraphMemsetNodeGetParams cuLogsCurrent""",
+          cuGraphMemcpyNodeGetParams cuGraphMemsetNodeGetParams cuGraphChildGraphNodeGetGraph cuCtxGetCurrent
+          cuLogsCurrent""",
     2: """cuDevicePrimaryCtxGetState cuMemGetInfo cuFuncGetParamInfo cuKernelGetParamInfo cuGraphGetNodes
-          cuLogsDumpToMemory""",
+          cuLogsDumpToMemory cuGetProcAddress""",
     4: "cuGraphGetEdges",
+    6: "cuStreamGetCaptureInfo",
 }
 OUTPUTS = {name: n for n, names in _CALLS.items() for name in names.split()}
+# Calls that only a capture in relaxed mode allows, whatever they are about.
+_BARRED = frozenset(
+    {
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemHostAlloc",
+        "cuMemFreeHost",
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuStreamSynchronize",
+    }
+)
 # Calls that need no current context.
-_GLOBAL = ("cuInit", "cuDriver", "cuDevice", "cuGetError", "cuCtxSetCurrent", "cuLogs")
+_GLOBAL = ("cuInit", "cuDriver", "cuDevice", "cuGetError", "cuGetProc", "cuCtxSetCurrent", "cuCtxGetCurrent", "cuLogs")
 
 
 def write_ptx(folder: Path, specs: Iterable[KernelSpec], isa: str = "8.4", target: str = "sm_80") -> Path:
@@ -85,6 +100,7 @@ class FakeDriver:
         "CUdevice_attribute",
         {
             "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": 16,
+            "CU_DEVICE_ATTRIBUTE_INTEGRATED": 18,
             "CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE": 38,
             "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": 75,
             "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": 76,
@@ -99,8 +115,24 @@ class FakeDriver:
             "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": 8,
         },
     )
-    CUpointer_attribute = IntEnum("CUpointer_attribute", {"CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2})
-    CUmemorytype = IntEnum("CUmemorytype", {"CU_MEMORYTYPE_HOST": 1, "CU_MEMORYTYPE_DEVICE": 2})
+    CUpointer_attribute = IntEnum(
+        "CUpointer_attribute",
+        {
+            "CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2,
+            "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR": 11,
+            "CU_POINTER_ATTRIBUTE_RANGE_SIZE": 12,
+        },
+    )
+    CUmemorytype = IntEnum(
+        "CUmemorytype",
+        {
+            "CU_MEMORYTYPE_HOST": 1,
+            "CU_MEMORYTYPE_DEVICE": 2,
+            "CU_MEMORYTYPE_ARRAY": 3,
+            "CU_MEMORYTYPE_UNIFIED": 4,
+        },
+    )
+    CUgraph = int
 
     def __init__(
         self,
@@ -117,13 +149,14 @@ class FakeDriver:
         self.version = version
         self.devices = devices
         self.no_library: BaseException | None = None
-        self.attributes = {16: 132, 38: 60 << 20, 75: capability[0], 76: capability[1], 97: 227 << 10}
+        self.attributes = {16: 132, 18: 0, 38: 60 << 20, 75: capability[0], 76: capability[1], 97: 227 << 10}
         self.function_attributes = {0: 1024, 1: 0}
         self.calls: list[tuple[Any, ...]] = []
         self.fail: dict[str, list[int]] = {}  # call -> codes of its next calls (0: let it through)
         self.missing: set[str] = set()
         self.unloadable: set[str] = set()
         self.log: list[str] = []
+        self.untraced = False  # a tracer of Python code sees nothing of what a call does inside
         self.retained = 0
         self.modules = 0
         self.launches: list[tuple[Any, ...]] = []
@@ -132,10 +165,14 @@ class FakeDriver:
         self._buffers: dict[int, Any] = {}
         self._handles = count(0x5000)
         self._nodes: dict[int, Any] = {}
-        self._graph_nodes: dict[int, list[int]] = {}
+        self._node_handles: dict[int, int] = {}
+        # What tests plant: a node type number by node, and what a call answers about a node or a function.
+        self.node_types: dict[int, int] = {}
+        self.answers: dict[tuple[str, int], Any] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}
         self._keep: list[Any] = []
         self._current = threading.local()
+        self._strict: list[tuple[Any, int]] = []  # open captures in other modes than relaxed, and the thread of each
 
     def names(self) -> list[str]:
         """The calls so far, names alone."""
@@ -144,11 +181,21 @@ class FakeDriver:
     def __getattr__(self, name: str) -> Any:
         if name in OUTPUTS and name not in self.missing:
             return lambda *args: self._invoke(name, args)
-        if name not in OUTPUTS and name.startswith("cu") and not name.endswith("_v2"):
+        if name not in OUTPUTS and name.startswith("cu") and not name.endswith(("_v2", "_v3")):
             raise AssertionError(f"the fake driver knows no {name}")
         raise AttributeError(f"module 'cuda.bindings.driver' has no attribute {name!r}")
 
     def _invoke(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tracer = sys.gettrace() if self.untraced else None
+        if tracer is None:
+            return self._answer(name, args)
+        sys.settrace(None)
+        try:
+            return self._answer(name, args)
+        finally:
+            sys.settrace(tracer)
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name in self.unloadable:
             raise RuntimeError(f'Function "{name}" not found')
         self.calls.append((name, *args))
@@ -157,8 +204,10 @@ class FakeDriver:
             return (code, *nothing)
         if not name.startswith(_GLOBAL) and not getattr(self._current, "context", None):
             return (Status.INVALID_CONTEXT, *nothing)
+        planted = self.answers.get((name, int(args[0]))) if args and isinstance(args[0], int) else None
         try:
-            result = getattr(self, f"_{name}")(*args)
+            self._bar(name)
+            result = getattr(self, f"_{name}")(*args) if planted is None else planted
         except CudaError as error:
             return (error.status, *nothing)
         values = result if isinstance(result, tuple) else () if result is None else (result,)
@@ -207,6 +256,9 @@ class FakeDriver:
 
     def _cuCtxSetCurrent(self, context: int | None) -> None:
         self._current.context = context
+
+    def _cuCtxGetCurrent(self) -> int:
+        return getattr(self._current, "context", None) or 0
 
     def _cuCtxSynchronize(self) -> None:
         for stream in list(self.host._streams):
@@ -262,8 +314,16 @@ class FakeDriver:
         for buf in self._buffers.values():
             for start in (buf.ptr, getattr(buf, "device_ptr", buf.ptr)):
                 if start <= ptr < start + buf.nbytes:
-                    return 1 if isinstance(buf, HostBuffer) else 2
+                    kind = 1 if isinstance(buf, HostBuffer) else 2
+                    return int({2: kind, 11: start, 12: buf.nbytes}[int(attribute)])
         raise CudaError(Status.INVALID_VALUE, "cuPointerGetAttribute")
+
+    def _cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[int, int]:
+        """As the driver does: success without an address for what it lacks."""
+        if version > self.version:
+            raise CudaError(Status.INVALID_VALUE, "cuGetProcAddress")
+        found = name.decode() in OUTPUTS and name.decode() not in self.unloadable
+        return (0x1000, 0) if found else (0, 1)
 
     # Streams, events, capture
 
@@ -284,14 +344,34 @@ class FakeDriver:
         return self.host.capture_status(Stream(stream))
 
     def _cuStreamBeginCapture(self, stream: int, mode: int) -> None:
-        assert mode is self.CUstreamCaptureMode(2)
+        assert isinstance(mode, self.CUstreamCaptureMode)
         self.host.begin_capture(Stream(stream))
+        if mode != self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED:
+            self._strict.append((self.host._streams[stream].capture, threading.get_ident()))
 
     def _cuStreamEndCapture(self, stream: int) -> int:
+        capture = self.host._streams[stream].capture
+        if any(c is capture and thread != threading.get_ident() for c, thread in self._strict):
+            self.host.abort_capture(Stream(stream))  # as recorded: it has ended all the same
+            raise CudaError(Status.STREAM_CAPTURE_WRONG_THREAD, "cuStreamEndCapture")
         return self.host.end_capture(Stream(stream))
 
+    def _bar(self, name: str) -> None:
+        """What the modes global and thread_local do not allow while a capture in one of them is open."""
+        self._strict = [(c, thread) for c, thread in self._strict if c.status]
+        if self._strict and name in _BARRED:
+            raise self._strict[0][0].invalidate(Status.STREAM_CAPTURE_UNSUPPORTED, name, "barred by the mode")
+
+    def _cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        state = self.host._streams[stream]
+        capture = state.capture
+        if capture is None or capture.status != 1:
+            return (0 if capture is None else int(capture.status), 0, None, None, None, 0)
+        nodes = [self._handle(capture.nodes[i]) for i in state.frontier]
+        return (1, id(capture), id(capture), nodes, [None] * len(nodes), len(nodes))
+
     def _cuEventCreate(self, flags: int) -> int:
-        return self.host.create_event("e")
+        return self.host.create_event("e", timing=flags != 2)
 
     def _cuEventDestroy(self, event: int) -> None:
         self.host.destroy_event(Event(event))
@@ -307,7 +387,7 @@ class FakeDriver:
         self.host.synchronize_event(Event(event))
 
     def _cuEventElapsedTime(self, start: int, end: int) -> float:
-        return 1.5
+        return self.host.elapsed_us(Event(start), Event(end)) / 1000
 
     # Kernels
 
@@ -370,23 +450,39 @@ class FakeDriver:
     def _cuGraphExecDestroy(self, graph_exec: int) -> None:
         self.host.destroy_exec(GraphExec(graph_exec))
 
+    def _handle(self, node: Any) -> int:
+        """A node's handle, for as long as the fake driver lives."""
+        if id(node) not in self._node_handles:
+            self._node_handles[id(node)] = handle = next(self._handles)
+            self._nodes[handle] = node
+        return self._node_handles[id(node)]
+
+    def _members(self, graph: int) -> list[Any]:
+        """The nodes of a graph, or of the open capture that has this id."""
+        for state in self.host._streams.values():
+            if state.capture is not None and id(state.capture) == graph:
+                return state.capture.nodes
+        if graph not in self.host._graphs:
+            raise CudaError(Status.INVALID_VALUE, "cuGraphGetNodes")
+        return list(self.host._graphs[graph])
+
     def _cuGraphGetNodes(self, graph: int, n: int) -> tuple[list[int], int]:
-        nodes = self.host._graphs[graph]
-        if graph not in self._graph_nodes:
-            self._graph_nodes[graph] = [next(self._handles) for _ in nodes]
-            self._nodes.update(zip(self._graph_nodes[graph], nodes, strict=True))
-        handles = self._graph_nodes[graph]
+        handles = [self._handle(node) for node in self._members(graph)]
         return (handles[:n] + [0] * (n - len(handles))) if n else [], len(handles)
 
     def _cuGraphGetEdges(self, graph: int, n: int) -> tuple[list[int], list[int], list[None], int]:
-        handles = self._graph_nodes[graph]
-        pairs = [(handles[dep], handles[i]) for i, node in enumerate(self.host._graphs[graph]) for dep in node.deps]
+        nodes = self._members(graph)
+        pairs = [(self._handle(nodes[dep]), self._handle(node)) for node in nodes for dep in node.deps]
         if not n:
             return [], [], [], len(pairs)
         return [a for a, _ in pairs], [b for _, b in pairs], [None] * n, len(pairs)
 
     def _cuGraphNodeGetType(self, node: int) -> int:
-        return {"kernel": 0, "h2d": 1, "d2h": 1, "d2d": 1, "fill": 2}[self._nodes[node].command.kind]
+        kind = {"kernel": 0, "h2d": 1, "d2h": 1, "d2d": 1, "fill": 2}[self._nodes[node].command.kind]
+        return self.node_types.get(node, kind)
+
+    def _cuGraphChildGraphNodeGetGraph(self, node: int) -> int:
+        raise CudaError(Status.INVALID_VALUE, "cuGraphChildGraphNodeGetGraph")
 
     def _cuGraphKernelNodeGetParams(self, node: int) -> SimpleNamespace:
         _, function, (x, y, z, bx, by, bz, shared), values = self._captured[id(self._nodes[node].command)]
@@ -420,7 +516,7 @@ class FakeDriver:
                 f"{which}MemoryType": self.CUmemorytype(1 if host else 2),
                 f"{which}Device": 0 if host else operand,
                 f"{which}Host": operand.ptr + command.host_off if isinstance(operand, HostBuffer) else 0,
-                f"{which}XInBytes": 0,
+                **{f"{which}{at}": 0 for at in ("XInBytes", "Y", "Z", "Pitch", "Height")},
             }
 
         return SimpleNamespace(
@@ -430,7 +526,9 @@ class FakeDriver:
     def _cuGraphMemsetNodeGetParams(self, node: int) -> SimpleNamespace:
         command = self._nodes[node].command
         assert isinstance(command, Fill)
-        return SimpleNamespace(dst=command.dst, value=command.byte, elementSize=1, width=command.nbytes, height=1)
+        return SimpleNamespace(
+            dst=command.dst, value=command.byte, elementSize=1, width=command.nbytes, height=1, pitch=0
+        )
 
     # The driver's log: an iterator is the number of lines already read.
 

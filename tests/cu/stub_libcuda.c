@@ -33,7 +33,7 @@ R cuGetProcAddress_v2(const char *name, void **fn, int version, uint64_t flags, 
     dladdr((void *)cuGetProcAddress_v2, &info);
     void *self = dlopen(info.dli_fname, RTLD_NOW);
     *fn = dlsym(self, name);
-    if (!*fn && status) *status = 1;
+    if (status) *status = *fn ? 0 : 1;
     return *fn ? OK : NOT_FOUND;
 }
 R cuGetProcAddress(const char *name, void **fn, int version, uint64_t flags, int *status) {
@@ -55,6 +55,7 @@ R cuDevicePrimaryCtxRetain(void **c, int d) { *c = &retained; retained++; return
 R cuDevicePrimaryCtxRelease(int d) { retained--; return OK; }
 R cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { *flags = 0; *active = retained > 0; return OK; }
 R cuCtxSetCurrent(void *c) { context = c; return OK; }
+R cuCtxGetCurrent(void **c) { *c = context; return OK; }
 R cuCtxSynchronize(void) { return context ? OK : NO_CONTEXT; }
 
 static void own(void *p, size_t n, int host) {
@@ -87,7 +88,9 @@ R cuMemGetInfo(size_t *f, size_t *t) { *f = 1000; *t = 2000; return OK; }
 R cuPointerGetAttribute(void *data, int attribute, ptr p) {
     for (int i = 0; i < 64; i++)
         if (owned[i].start && (char *)p >= owned[i].start && (char *)p < owned[i].start + owned[i].n) {
-            *(unsigned *)data = owned[i].host ? 1 : 2;
+            if (attribute == 11) *(ptr *)data = (ptr)owned[i].start;
+            else if (attribute == 12) *(size_t *)data = owned[i].n;
+            else *(unsigned *)data = owned[i].host ? 1 : 2;
             return OK;
         }
     return INVALID;
@@ -101,6 +104,21 @@ R cuStreamCreate(void **s, unsigned flags) {
 R cuStreamDestroy(void *s) { free(s); return OK; }
 R cuStreamSynchronize(Stream *s) { return s->capture ? 900 : OK; }
 R cuStreamIsCapturing(Stream *s, int *status) { *status = s->capture != 0; return OK; }
+#ifndef OLD_DRIVER
+R cuStreamGetCaptureInfo(Stream *s, int *status, uint64_t *id, Graph **g, Node ***deps, void **data, size_t *n) {
+    static Node *last;
+    static uint64_t no_data;
+    *status = s->capture != 0;
+    if (!s->capture) return OK;
+    if (id) *id = 7;
+    if (g) *g = s->capture;
+    last = s->capture->n ? &s->capture->nodes[s->capture->n - 1] : 0;
+    if (deps) *deps = &last;
+    if (data) *data = &no_data;
+    if (n) *n = last != 0;
+    return OK;
+}
+#endif
 R cuStreamBeginCapture(Stream *s, int mode) {
     if (mode != 2 || s->capture) return ILLEGAL_STATE;
     s->capture = calloc(1, sizeof(Graph));

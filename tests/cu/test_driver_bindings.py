@@ -67,13 +67,15 @@ def test_a_driver_without_the_optional_symbols(tmp_path: Path) -> None:
     code = (
         "from ds41rt.cu.driver import DriverBackend\n"
         "from ds41rt.cu.driver_errors import try_optional\n"
+        "from ds41rt.cu.probe import optional_calls\n"
         "backend = DriverBackend()\n"
         "names = ('cuLogsCurrent', 'cuFuncLoad', 'cuFuncGetName', 'cuFuncGetParamInfo')\n"
         "print([try_optional(backend._cu, name, *[0] * (1 + ('Param' in name))) for name in names])\n"
+        "print(sorted(name for name, there in optional_calls(backend._cu).items() if there))\n"
         "print(repr(backend._log.news()))\n"
         "backend.close()\n"
     )
-    assert run(tmp_path, "-c", code) == "[None, None, None, None]\n''\n"
+    assert run(tmp_path, "-c", code) == ("[None, None, None, None]\n['cuEventElapsedTime', 'cuGraphGetEdges']\n''\n")
 
 
 def test_the_probe_agrees_with_the_loader() -> None:

@@ -97,10 +97,10 @@ def test_a_graph_replays_what_was_captured(rig: Rig) -> None:
         backend.launch_graph(graph_exec, rig.main)
     backend.destroy_exec(graph_exec)
     assert rig.names() == [
-        "cuStreamIsCapturing", "cuStreamBeginCapture", "cuStreamIsCapturing", "cuLaunchKernel", "cuLaunchKernel",
-        "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch", "cuGraphLaunch",
-        "cuGraphLaunch", "cuGraphExecDestroy",
-    ][1:]  # fmt: skip
+        "cuStreamBeginCapture", "cuStreamIsCapturing", "cuLaunchKernel", "cuStreamGetCaptureInfo", "cuLaunchKernel",
+        "cuStreamGetCaptureInfo", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch",
+        "cuGraphLaunch", "cuGraphLaunch", "cuGraphExecDestroy",
+    ]  # fmt: skip
     want = rig.x0
     for _ in range(3):
         want = want * 3 - 5
@@ -414,9 +414,15 @@ def test_describe_names_nodes_edges_and_every_baked_byte(rig: Rig) -> None:
     backend.copy_h2d(rig.x, HostBuffer.pageable("page", page), 32, rig.main, label="write")
     graph = backend.end_capture(rig.main)
     info = backend.describe_graph(graph)
-    assert [(n.index, n.kind, n.deps) for n in info.nodes] == [
-        (0, "kernel", ()), (1, "kernel", (0,)), (2, "fill", (0,)), (3, "copy", (1, 2)), (4, "copy", (3,))
-    ]  # fmt: skip
+    assert [(n.index, n.kind, n.deps, n.label, n.stream) for n in info.nodes] == [
+        (0, "kernel", (), "scale", "main"),
+        (1, "kernel", (0,), "offset", "side"),
+        (2, "fill", (0,), "clear", "main"),
+        (3, "copy", (1, 2), "read back", "main"),
+        (4, "copy", (3,), "write", "main"),
+    ]
+    assert [n.launch for n in info.nodes] == [rig.scale, rig.offset, None, None, None]
+    assert info.unavailable == ()
     assert info.edges == ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4))
     scale, offset, fill, read_back, write = (n.content for n in info.nodes)
     assert isinstance(scale, KernelNode)

@@ -288,7 +288,7 @@ def test_fifty_backends_give_all_memory_back() -> None:
 
 def test_elapsed_time(backend: DriverBackend) -> None:
     stream = backend.create_stream("main")
-    start, end = backend.create_timing_event("start"), backend.create_timing_event("end")
+    start, end = backend.create_event("start", timing=True), backend.create_event("end", timing=True)
     buf = backend.alloc("a", 256 << 20)
     backend.fill(buf.ptr, 1, buf.nbytes, stream)
     backend.record(start, stream)

@@ -13,6 +13,7 @@ from tiny_kernels import random_i32
 from ds41rt.cu.backend import DeviceBuffer, Event, HostBuffer, Stream
 from ds41rt.cu.driver import DriverBackend
 from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
+from ds41rt.errors import UnsupportedError
 
 Opened = tuple[DriverBackend, FakeDriver]
 
@@ -166,9 +167,18 @@ def test_streams_and_events(opened: Opened) -> None:
     assert backend.query_event(event)
     backend.synchronize(side)
     assert host.array.tolist() == [9] * 64
-    first, last = backend.create_timing_event("t0"), backend.create_timing_event("t1")
+    first, last = backend.create_event("t0", timing=True), backend.create_event("t1", timing=True)
     assert cu.calls[-1] == ("cuEventCreate", 0)
-    assert backend.elapsed_us(first, last) == 1500.0
+    for e in (first, last):
+        backend.record(e, main)
+    with pytest.raises(CudaError, match=r"cuEventElapsedTime: NOT_READY \(600\): events 't0' and 't1'"):
+        backend.elapsed_us(first, last)
+    backend.synchronize(main)
+    assert backend.elapsed_us(first, last) == pytest.approx(cu.host.elapsed_us(first, last))
+    assert backend.elapsed_us(last, first) == -backend.elapsed_us(first, last) <= 0
+    cu.unloadable.add("cuEventElapsedTime")
+    with pytest.raises(UnsupportedError, match=r"CUDA 12\.8"):
+        backend.elapsed_us(first, last)
     for e in (event, first, last):
         backend.destroy_event(e)
     for s in (main, side):

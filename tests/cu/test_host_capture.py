@@ -10,6 +10,7 @@ import pytest
 from tiny_kernels import GATHER, OFFSET, SCALE, SCHEDULES, download, random_i32, upload
 
 from ds41rt.cu.backend import CaptureStatus, Event, Graph, GraphExec, HostBuffer, Stream
+from ds41rt.cu.graphinfo import CopyNode, FillNode, GraphInfo, KernelNode, Param
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import CudaError, Status
 
@@ -115,7 +116,7 @@ def test_relaxed_mode_leaves_other_streams_and_memory_alone(rig: Rig) -> None:
     backend.record(rig.join, rig.side)
     assert backend.query_event(rig.join)
     assert backend.capture_status(rig.side) is CaptureStatus.NONE
-    assert backend.graph_nodes(backend.end_capture(rig.main)) == []
+    assert backend.describe_graph(backend.end_capture(rig.main)) == GraphInfo(())
     assert rig.read() == (rig.x0 * 3).tolist()
 
 
@@ -129,21 +130,24 @@ def test_fork_and_join_become_edges(rig: Rig) -> None:
     host = backend.alloc_pinned("out", 32)
     backend.copy_d2h(host, rig.x, 16, rig.main, dst_off=16, label="read back")
     backend.copy_h2d(rig.x, HostBuffer.pageable("page", rig.x0), 32, rig.main, label="write")
-    nodes = backend.graph_nodes(backend.end_capture(rig.main))
-    assert [(n.index, n.kind, n.label, n.deps) for n in nodes] == [
-        (0, "kernel", "scale", ()),
-        (1, "kernel", "branch", (0,)),
-        (2, "fill", "clear", (0,)),
-        (3, "d2h", "read back", (1, 2)),
-        (4, "h2d", "write", (3,)),
+    info = backend.describe_graph(backend.end_capture(rig.main))
+    assert [(n.index, n.kind, n.label, n.stream, n.deps) for n in info.nodes] == [
+        (0, "kernel", "scale", "main", ()),
+        (1, "kernel", "branch", "side", (0,)),
+        (2, "fill", "clear", "main", (0,)),
+        (3, "copy", "read back", "main", (1, 2)),
+        (4, "copy", "write", "main", (3,)),
     ]
-    (x,) = nodes[1].operands
-    assert (x.role, x.addr, x.nbytes, x.access, x.space) == ("x", rig.x, 32, "rw", "device")
-    assert [(o.role, o.addr, o.nbytes, o.access, o.space) for o in nodes[3].operands] == [
-        ("dst", host.device_ptr + 16, 16, "w", "pinned"),
-        ("src", rig.x, 16, "r", "device"),
-    ]
-    assert nodes[4].operands[1].space == "pageable"
+    _, branch, clear, read_back, write = (n.content for n in info.nodes)
+    assert isinstance(branch, KernelNode)
+    assert (branch.name, branch.grid, branch.block, branch.shared_nbytes) == ("scale", None, None, 0)
+    assert branch.params == (
+        Param(0, rig.x.to_bytes(8, "little")), Param(8, b"\x03\0\0\0"), Param(12, b"\x08\0\0\0")
+    )  # fmt: skip
+    assert info.nodes[1].launch is not None
+    assert clear == FillNode(rig.x, 1, 1, 4)
+    assert read_back == CopyNode(host.device_ptr + 16, "pinned", rig.x, "device", 16)
+    assert write == CopyNode(rig.x, "device", rig.x0.ctypes.data, "pageable", 32)
     assert backend.capture_status(rig.side) is CaptureStatus.NONE
     assert rig.works()
 

@@ -59,6 +59,9 @@ def _everything(backend: HostBackend) -> dict[str, Callable[[], object]]:
     graph_exec = backend.instantiate(graph)
     backend.begin_capture(other)
     dead_stream, dead_event = backend.create_stream("dead"), backend.create_event("dead")
+    timed = backend.create_event("timed", timing=True)
+    backend.record(timed, stream)
+    backend.synchronize_event(timed)
     return {
         "alloc": lambda: backend.alloc("x", 1),
         "free": lambda: backend.free(spare),
@@ -74,6 +77,7 @@ def _everything(backend: HostBackend) -> dict[str, Callable[[], object]]:
         "wait": lambda: backend.wait(stream, event),
         "query_event": lambda: backend.query_event(event),
         "synchronize_event": lambda: backend.synchronize_event(event),
+        "elapsed_us": lambda: backend.elapsed_us(timed, timed),
         "copy_h2d": lambda: backend.copy_h2d(buf.ptr, pinned, 4, stream),
         "copy_d2h": lambda: backend.copy_d2h(pinned, buf.ptr, 4, stream),
         "copy_d2d": lambda: backend.copy_d2d(buf.ptr, buf.ptr + 32, 4, stream),

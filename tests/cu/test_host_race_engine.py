@@ -65,4 +65,4 @@ def test_forgotten_waits_are_found(checkpoint: Checkpoints, mode: Mode, schedule
         assert all("header" in race.first.label or "logits" in race.first.label for race in early)
         assert all("/moe/" in race.second.site for race in early)
         if (mode, schedule) == ("eager", "eager"):  # the values were right, so the decode went on and reused staging
-            assert {"expert staging", "slot table staging 0"} <= {race.first.buffer for race in backend.races}
+            assert {"pinned experts", "slot table staging 0"} <= {race.first.buffer for race in backend.races}

@@ -1,6 +1,7 @@
 """Streams, events and schedules of the host backend."""
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from tiny_kernels import AXPY, OFFSET, SCALE, SCHEDULES, download, random_i32, u
 
 from ds41rt.cu.backend import Event, HostBuffer, Stream
 from ds41rt.cu.host import HostBackend
+from ds41rt.cu.kernel import KernelSpec
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import InputError
 
@@ -288,3 +290,61 @@ def test_completed_work_lets_go_of_its_operands() -> None:
     backend.synchronize_event(event)
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_timing_event_notes_when_its_record_runs(schedule: str) -> None:
+    """Between two records every kernel of the stream runs; when that is, the schedule decides."""
+    backend = HostBackend(schedule)
+    ran: list[int] = []
+    launch = backend.prepare(KernelSpec("now", (), lambda: ran.append(time.perf_counter_ns())), {}, "now")
+    a, b = backend.create_stream("a"), backend.create_stream("b")
+    first, last = (backend.create_event(name, timing=True) for name in ("first", "last"))
+    for _ in range(2):  # recorded again, an event has the new time
+        ran.clear()
+        backend.record(first, a)
+        backend.launch(launch, a)
+        backend.wait(b, first)
+        backend.launch(launch, b)
+        backend.record(last, b)
+        backend.wait(a, last)
+        backend.record(last, a)
+        backend.synchronize_event(last)
+        times = [backend._stamp(event).time_ns for event in (first, last)]
+        assert len(ran) == 2
+        assert times[0] <= min(ran) <= max(ran) <= times[1]
+        assert backend.elapsed_us(first, last) == (times[1] - times[0]) / 1000 >= 0
+        assert backend.elapsed_us(last, first) == -backend.elapsed_us(first, last)
+    backend.close()
+
+
+def test_an_event_that_has_no_time_is_refused() -> None:
+    backend = HostBackend()
+    stream = backend.create_stream("a")
+    plain, timed, fresh = backend.create_event("plain"), *(backend.create_event(n, timing=True) for n in ("t", "fresh"))
+
+    def refused(status: Status, start: Event, end: Event, *words: str) -> None:
+        with pytest.raises(CudaError) as info:
+            backend.elapsed_us(start, end)
+        assert (info.value.status, info.value.call) == (status, "cuEventElapsedTime")
+        for word in words:
+            assert word in str(info.value)
+
+    for event in (plain, timed):
+        backend.record(event, stream)
+    refused(Status.NOT_READY, timed, timed, "'t'", "not completed")
+    backend.synchronize(stream)
+    assert backend.elapsed_us(timed, timed) == 0
+    refused(Status.INVALID_HANDLE, timed, plain, "'plain'", "without timing")
+    refused(Status.INVALID_HANDLE, fresh, timed, "'fresh'", "never recorded")
+    refused(Status.INVALID_HANDLE, timed, Event(12345), "12345")
+    backend.begin_capture(stream)
+    backend.record(timed, stream)
+    refused(Status.CAPTURED_EVENT, timed, timed, "'t'", "capture")
+    assert backend.capture_status(stream).name == "ACTIVE"
+    backend.end_capture(stream)
+    refused(Status.INVALID_VALUE, timed, timed, "'t'", "record it again")
+    backend.record(timed, stream)
+    backend.synchronize(stream)
+    assert backend.elapsed_us(timed, timed) == 0
+    backend.close()

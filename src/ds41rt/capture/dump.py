@@ -39,11 +39,18 @@ class Place(_Record):
     access: Access | None = None
 
 
+class Inside(_Record):
+    """An address inside a parameter that is a structure: `off` bytes from the parameter's beginning."""
+
+    off: int = Field(ge=0)
+    place: Place
+
+
 class Param(_Record):
     """One kernel parameter: its place in the parameter block, its bytes, and what is known of their meaning.
 
     Name and type are known for declared kernels ("bf16*", "u32"), None for others; of those the bytes are all there is,
-    and `place` is a guess: 8 bytes that are an address in a known range.
+    and `place` and `inside` are guesses: 8 aligned bytes that are an address in a known range.
     """
 
     off: int = Field(ge=0)
@@ -52,6 +59,7 @@ class Param(_Record):
     type: str | None = None
     value: int | float | None = None
     place: Place | None = None
+    inside: tuple[Inside, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +119,10 @@ class Node(_Record):
         found: list[tuple[str, Place]] = []
         if self.kernel is not None:
             for param in self.kernel.params or ():
+                role = param.name or f"parameter at {param.off}"
                 if param.place is not None:
-                    found.append((param.name or f"parameter at {param.off}", param.place))
+                    found.append((role, param.place))
+                found += [(f"{role}, byte {at.off}", at.place) for at in param.inside]
         if self.copy_ is not None:
             found += [("dst", self.copy_.dst), ("src", self.copy_.src)]
         if self.fill is not None:
@@ -165,7 +175,10 @@ class Range(_Record):
 
 
 class Dump(_Record):
-    """Graphs and the memory they use, as they were at one moment. `made_by` is free text by key: version, device."""
+    """Graphs and the memory they use, as they were at one moment. `made_by` is free text by key: version, device.
+
+    `complete`: an address in none of `ranges` was in no allocation. False where nobody could tell.
+    """
 
     schema_: Literal["ds41rt.capture"] = Field(default="ds41rt.capture", alias="schema")
     version: Literal[1] = 1
@@ -173,6 +186,7 @@ class Dump(_Record):
     made_by: dict[str, str] = {}
     graphs: tuple[Graph, ...]
     ranges: tuple[Range, ...] = ()
+    complete: bool = True
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 

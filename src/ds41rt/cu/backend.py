@@ -5,16 +5,21 @@ layers, experts or settings, and nobody but `open_backend` chooses a backend.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NewType, Protocol
+from typing import TYPE_CHECKING, Any, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds41rt.cu.graphinfo import GraphInfo, Space
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec
 from ds41rt.cu.probe import Probe
 from ds41rt.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ds41rt.cu.capture_probe import CaptureProbe
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
@@ -63,6 +68,15 @@ class HostBuffer:
         return cls(name, int(flat.ctypes.data), flat.nbytes, flat, False)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """An allocation as a driver sees it: no name, whoever made it."""
+
+    addr: int
+    nbytes: int
+    space: Space
+
+
 class GpuBackend(Protocol):
     """About the driver API's own verbs. Every method raises `CudaError` with the failing call's name and code.
 
@@ -71,6 +85,8 @@ class GpuBackend(Protocol):
 
     name: str
     device_name: str
+    unified_memory: bool
+    """True where device memory and host memory are the same."""
 
     def alloc(self, name: str, nbytes: int) -> DeviceBuffer:
         """Plain device memory, 256-byte aligned, contents undefined. Raises `OutOfDeviceMemory`."""
@@ -88,6 +104,16 @@ class GpuBackend(Protocol):
     def ledger(self) -> Iterable[DeviceBuffer | HostBuffer]:
         """Everything allocated through this backend and not freed yet."""
 
+    def freed(self) -> Iterable[DeviceBuffer]:
+        """What was freed, as far as the backend remembers; host buffers too, by the address that the device saw.
+        Somebody else may own the memory by now."""
+
+    def find_allocation(self, addr: int) -> MemoryRange | None:
+        """The allocation, of whomever in this process, that holds `addr`; None if none does.
+
+        Raises `UnsupportedError` where the driver cannot be asked.
+        """
+
     def create_stream(self, name: str) -> Stream: ...
 
     def destroy_stream(self, stream: Stream) -> None:
@@ -96,7 +122,8 @@ class GpuBackend(Protocol):
     def synchronize(self, stream: Stream) -> None:
         """Block until the stream is empty; a deferred error of its work is raised here."""
 
-    def create_event(self, name: str) -> Event: ...
+    def create_event(self, name: str, *, timing: bool = False) -> Event:
+        """`timing`: records of the event note their time, for `elapsed_us`; that makes them slower."""
 
     def destroy_event(self, event: Event) -> None: ...
 
@@ -109,6 +136,14 @@ class GpuBackend(Protocol):
         """True when what the event recorded has completed."""
 
     def synchronize_event(self, event: Event) -> None: ...
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """Microseconds between the last records of two timing events, by the device's clock.
+
+        Raises NOT_READY before both have completed, INVALID_HANDLE for an event that has no timing or was never
+        recorded, CAPTURED_EVENT for one that was last recorded in a capture, `UnsupportedError` on a driver that
+        cannot tell.
+        """
 
     def copy_h2d(
         self, dst: int, src: HostBuffer, nbytes: int, stream: Stream, src_off: int = 0, label: str = ""
@@ -143,6 +178,12 @@ class GpuBackend(Protocol):
     def launch_graph(self, graph_exec: GraphExec, stream: Stream) -> None:
         """Never into a capture, which it would invalidate."""
 
+    def describe_graph(self, graph: Graph) -> GraphInfo:
+        """Nodes, edges and everything that the graph bakes. For tools and checks: it makes several calls a node."""
+
+    def capture_probe(self) -> "CaptureProbe":
+        """A look at the captures of any stream on this device, also of other libraries. For tools."""
+
     def destroy_graph(self, graph: Graph) -> None: ...
 
     def destroy_exec(self, graph_exec: GraphExec) -> None: ...
@@ -160,6 +201,38 @@ def probe_gpu() -> Probe:
     from ds41rt.cu.driver import probe
 
     return probe()
+
+
+def optional_calls() -> dict[str, bool]:
+    """Of the driver's calls that tools use and older drivers lack, which there are: by name (`cu.probe`).
+
+    To be asked after `probe_gpu` has found a GPU.
+    """
+    from ds41rt.cu.driver import optional_calls as ask
+
+    return ask()
+
+
+class ForeignGraphs(Protocol):
+    """Looks at graphs and memory that no backend here made, in the context that is current in this thread."""
+
+    def describe(self, handle: int) -> GraphInfo:
+        """The graph behind a raw `CUgraph`. Raises `CudaError`; a handle that is none may crash the process."""
+
+    def find_allocation(self, addr: int) -> MemoryRange | None:
+        """As `GpuBackend.find_allocation`."""
+
+
+def foreign_graphs() -> AbstractContextManager[ForeignGraphs]:
+    """For a `with` block: looks through the driver at what others captured.
+
+    Uses the context that is current in this thread; without one it attaches to the one primary context that is in use,
+    for the length of the block. Raises `UnsupportedError` where there is no driver, `InputError` where there is no
+    context to look at.
+    """
+    from ds41rt.cu.driver import foreign_driver
+
+    return foreign_driver()
 
 
 def open_backend(name: str = "auto", *, schedule: str = "lazy") -> tuple[GpuBackend, str]:

@@ -7,28 +7,54 @@ driver from a finaliser: `close` does the work.
 
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ds41rt.cu import ptx
-from ds41rt.cu.backend import CaptureStatus, DeviceBuffer, Event, Graph, GraphExec, HostBuffer, Stream
-from ds41rt.cu.driver_errors import CAPTURE_CODES, HINTS, LOST, DriverLog, driver_text, to_status
+from ds41rt.cu.backend import (
+    CaptureStatus,
+    DeviceBuffer,
+    Event,
+    Graph,
+    GraphExec,
+    HostBuffer,
+    MemoryRange,
+    Stream,
+)
+from ds41rt.cu.call_site import caller
+from ds41rt.cu.capture_probe import CaptureProbe
+from ds41rt.cu.driver_errors import (
+    CAPTURE_CODES,
+    HINTS,
+    LOST,
+    DriverLog,
+    call_optional,
+    driver_text,
+    is_missing,
+    to_status,
+)
+from ds41rt.cu.driver_foreign import ForeignDriver, attached, find_allocation
+from ds41rt.cu.driver_graph import Captured, GraphReader
 from ds41rt.cu.driver_kernels import DriverLaunch, Kernels
+from ds41rt.cu.driver_probe import DriverProbe
 from ds41rt.cu.driver_state import CaptureState, EventState, GraphState, PinnedMemory, StreamState, gc_pause
-from ds41rt.cu.graphinfo import GraphInfo, describe
+from ds41rt.cu.graphinfo import GraphInfo
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec
 from ds41rt.cu.probe import DeviceInfo, GpuState, Probe, check_fork, probe_driver
+from ds41rt.cu.probe import optional_calls as ask_optional_calls
 from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
 from ds41rt.errors import InputError, UnsupportedError
 
 _STREAM_NON_BLOCKING = 1
-_EVENT_DEFAULT, _EVENT_DISABLE_TIMING = 0, 2
+_EVENT_DISABLE_TIMING = 2
 _HOST_ALLOC_PORTABLE_MAPPED = 1 | 2
+_FREED_KEPT = 4096
 
 
 class _Bound(threading.local):
@@ -58,6 +84,11 @@ def probe() -> Probe:
     return probe_driver(cu)
 
 
+def optional_calls() -> dict[str, bool]:
+    """Of the calls that older drivers lack, which there are here; only after `probe` has found a GPU."""
+    return ask_optional_calls(_bindings())
+
+
 def why_not(ordinal: int = 0) -> str | None:
     """One sentence that says why device `ordinal` cannot be used with the PTX files we have; None if it can."""
     found = probe()
@@ -68,6 +99,15 @@ def why_not(ordinal: int = 0) -> str | None:
     except (InputError, UnsupportedError) as e:
         return str(e)
     return None
+
+
+def foreign_driver() -> AbstractContextManager[ForeignDriver]:
+    """Others' graphs and memory, see `cu.backend.foreign_graphs`."""
+    try:
+        cu = _bindings()
+    except ImportError as e:
+        raise UnsupportedError(f"{GpuState.NO_BINDINGS.value}: {e}; pip install cuda-bindings") from e
+    return attached(cu)
 
 
 def _bindings() -> Any:
@@ -111,12 +151,14 @@ class DriverBackend:
         self.driver_version = found.driver_version
         self.device, self.ptx = _preflight(found, ordinal, ptx_folder)
         self.device_name = self.device.name
+        self.unified_memory = self.device.integrated
         self._log = DriverLog(cu)
         # The first error that lost the context. `_key` is 0 from then on, so that every call takes the slow path.
         self._down: CudaError | None = None
         self._closed = False
         self._key = 0
         self._buffers: dict[int, DeviceBuffer | HostBuffer] = {}
+        self._freed: deque[DeviceBuffer] = deque(maxlen=_FREED_KEPT)
         self._streams: dict[int, StreamState] = {}
         self._events: dict[int, EventState] = {}
         self._graphs: dict[int, GraphState] = {}
@@ -173,6 +215,16 @@ class DriverBackend:
     def ledger(self) -> tuple[DeviceBuffer | HostBuffer, ...]:
         return tuple(self._buffers.values())
 
+    def freed(self) -> tuple[DeviceBuffer, ...]:
+        return tuple(self._freed)
+
+    def find_allocation(self, addr: int) -> MemoryRange | None:
+        self._enter("cuPointerGetAttribute")
+        found = find_allocation(self._cu, addr)
+        if found is None:
+            self._log.news()  # of its refusal
+        return found
+
     def live(self) -> dict[str, int]:
         """How many objects of each kind exist; all zero after `close`. For leak checks."""
         return {
@@ -208,19 +260,10 @@ class DriverBackend:
         if state.pageable:
             state.pageable.clear()
 
-    def create_event(self, name: str) -> Event:
-        return self._create_event(name, _EVENT_DISABLE_TIMING)
-
-    def create_timing_event(self, name: str) -> Event:
-        """An event that `elapsed_us` can read. Not part of the protocol: for benchmarks."""
-        return self._create_event(name, _EVENT_DEFAULT)
-
-    def elapsed_us(self, start: Event, end: Event) -> float:
-        """Microseconds on the device between two timing events that have completed. Not part of the protocol."""
-        first, last = self._event("cuEventElapsedTime", start), self._event("cuEventElapsedTime", end)
-        detail = f"events {first.name!r} and {last.name!r}"
-        (milliseconds,) = self._call("cuEventElapsedTime", first.raw, last.raw, detail=detail)
-        return 1000.0 * float(milliseconds)
+    def create_event(self, name: str, *, timing: bool = False) -> Event:
+        (raw,) = self._call("cuEventCreate", 0 if timing else _EVENT_DISABLE_TIMING, detail=f"event {name!r}")
+        self._events[int(raw)] = EventState(name, raw)
+        return Event(int(raw))
 
     def destroy_event(self, event: Event) -> None:
         state = self._event("cuEventDestroy", event)
@@ -258,6 +301,18 @@ class DriverBackend:
         if code:
             raise self._fail("cuEventSynchronize", code, self._about(point, code))
 
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        call = "cuEventElapsedTime"
+        first, last = self._event(call, start), self._event(call, end)
+        try:
+            (milliseconds,) = self._call(call, first.raw, last.raw, detail=f"events {first.name!r} and {last.name!r}")
+        except RuntimeError as e:
+            # Bindings 13 call a form that drivers before CUDA 12.8 do not have; of 12.9 the name is the old form.
+            if not is_missing(e):
+                raise
+            raise UnsupportedError(f"device times need a driver of CUDA 12.8 or newer with these bindings: {e}") from e
+        return 1000.0 * float(milliseconds)
+
     # Work
 
     def copy_h2d(
@@ -269,6 +324,8 @@ class DriverBackend:
         (code,) = self._cu.cuMemcpyHtoDAsync(dst, src.ptr + src_off, nbytes, state.raw)
         if code:
             raise self._fail(call, code, f"copy {label!r} from {src.name!r}", state)
+        if state.capture is not None:
+            self._note(state, label)
 
     def copy_d2h(
         self, dst: HostBuffer, src: int, nbytes: int, stream: Stream, dst_off: int = 0, label: str = ""
@@ -281,6 +338,8 @@ class DriverBackend:
         (code,) = self._cu.cuMemcpyDtoHAsync(dst.ptr + dst_off, src, nbytes, state.raw)
         if code:
             raise self._fail(call, code, f"copy {label!r} to {dst.name!r}", state)
+        if state.capture is not None:
+            self._note(state, label)
 
     def copy_d2d(self, dst: int, src: int, nbytes: int, stream: Stream, label: str = "") -> None:
         call = "cuMemcpyDtoDAsync"
@@ -290,6 +349,8 @@ class DriverBackend:
         (code,) = self._cu.cuMemcpyDtoDAsync(dst, src, nbytes, state.raw)
         if code:
             raise self._fail(call, code, f"copy {label!r}", state)
+        if state.capture is not None:
+            self._note(state, label)
 
     def fill(self, dst: int, byte: int, nbytes: int, stream: Stream, label: str = "") -> None:
         call = "cuMemsetD8Async"
@@ -301,6 +362,8 @@ class DriverBackend:
         (code,) = self._cu.cuMemsetD8Async(dst, byte, nbytes, state.raw)
         if code:
             raise self._fail(call, code, f"fill {label!r}", state)
+        if state.capture is not None:
+            self._note(state, label)
 
     def prepare(self, spec: KernelSpec, args: Mapping[str, int | float], label: str) -> KernelLaunch:
         """As the protocol says. Raises TypeError or ValueError for wrong arguments, and `UnsupportedError` for a kernel
@@ -315,6 +378,8 @@ class DriverBackend:
         (code,) = launch.start(state.raw, launch.params, 0)
         if code:
             raise self._fail("cuLaunchKernel", code, f"kernel {launch.label!r} ({launch.spec.name})", state)
+        if state.capture is not None:
+            self._note(state, launch.label, launch)
 
     # Capture and graphs
 
@@ -347,11 +412,13 @@ class DriverBackend:
             if capture is not None and self._key and self._status(state) is CaptureStatus.NONE:
                 self._forget_capture(capture)
             raise error
-        keep: tuple[HostBuffer, ...] = ()
+        made = GraphState(raw)
         if capture is not None:
-            keep = tuple(capture.keep)
+            made.keep = tuple(capture.keep)
+            made.captured = capture.captured
+            made.missing = capture.missing
             self._forget_capture(capture)
-        self._graphs[int(raw)] = GraphState(raw, keep)
+        self._graphs[int(raw)] = made
         return Graph(int(raw))
 
     def abort_capture(self, stream: Stream) -> None:
@@ -365,7 +432,7 @@ class DriverBackend:
         if found is None:
             raise self._bad_handle("cuGraphInstantiate", "graph", graph)
         (raw,) = self._call("cuGraphInstantiate", found.raw, 0, detail=f"graph {graph:#x}")
-        self._execs[int(raw)] = GraphState(raw, found.keep)
+        self._execs[int(raw)] = GraphState(raw, found.keep)  # the driver has what is in it copied
         return GraphExec(int(raw))
 
     def launch_graph(self, graph_exec: GraphExec, stream: Stream) -> None:
@@ -385,12 +452,17 @@ class DriverBackend:
         self._destroy_graph("cuGraphExecDestroy", "executable graph", self._execs, graph_exec)
 
     def describe_graph(self, graph: Graph) -> GraphInfo:
-        """Nodes, edges and baked addresses of a captured graph. Not part of the protocol: for tools and tests."""
         self._enter("cuGraphGetNodes")
         found = self._graphs.get(graph)
         if found is None:
             raise self._bad_handle("cuGraphGetNodes", "graph", graph)
-        return describe(self._cu, self._call, found.raw)
+        try:
+            return GraphReader(self._cu, self._call, found.captured, found.missing).read(found.raw)
+        finally:
+            self._log.news()  # lines about questions that it refused: they belong to no error
+
+    def capture_probe(self) -> CaptureProbe:
+        return DriverProbe(self._cu, self._call, self._log, self._streams)
 
     def close(self) -> None:
         if self._closed:
@@ -477,8 +549,11 @@ class DriverBackend:
         if status is Status.OUT_OF_MEMORY:
             unknown, free, total = self._cu.cuMemGetInfo()
             parts.append("" if unknown else f"{free} bytes of device memory are free of {total}")
-        text = self._with_log("; ".join(p for p in parts if p))
+        news = self._log.news()
+        parts.append(f"driver log: {news}" if news else "")
+        text = "; ".join(p for p in parts if p)
         error = OutOfDeviceMemory(call, text) if status is Status.OUT_OF_MEMORY else CudaError(status, call, text)
+        error.driver_log = news
         if int(code) in LOST:
             self._down = error
             self._key = 0
@@ -496,7 +571,7 @@ class DriverBackend:
             if not capture.failure:
                 code, status = self._cu.cuStreamIsCapturing(capture.streams[0].raw)
                 if not code and int(status) == CaptureStatus.INVALIDATED:
-                    capture.failure = f"{error} (called at {_caller()})"
+                    capture.failure = f"{error} (called at {caller()})"
 
     def _allocate(self, call: str, kind: str, name: str, nbytes: int, *flags: int) -> Any:
         self._enter(call)
@@ -511,12 +586,8 @@ class DriverBackend:
             why = "was not allocated by this backend, or was freed already"
             raise CudaError(Status.INVALID_VALUE, call, f"buffer {buf.name!r} ({buf.ptr:#x}) {why}")
         self._call(call, buf.ptr, detail=f"buffer {buf.name!r}")
+        self._freed.append(DeviceBuffer(buf.name, getattr(buf, "device_ptr", buf.ptr), buf.nbytes))
         del self._buffers[buf.ptr]
-
-    def _create_event(self, name: str, flags: int) -> Event:
-        (raw,) = self._call("cuEventCreate", flags, detail=f"event {name!r}")
-        self._events[int(raw)] = EventState(name, raw)
-        return Event(int(raw))
 
     def _stream(self, call: str, stream: Stream) -> StreamState:
         if _bound.key != self._key:
@@ -558,6 +629,23 @@ class DriverBackend:
         elif not buf.pinned:
             stream.pageable.append(buf)
 
+    def _note(self, stream: StreamState, label: str, launch: KernelLaunch | None = None) -> None:
+        """Remember what became of a captured call: the one node that the stream's next work would depend on."""
+        capture = stream.capture
+        if capture is None:
+            return
+        for name in ("cuStreamGetCaptureInfo_v3", "cuStreamGetCaptureInfo"):  # 12.9 has both, 13 the newer as plain
+            found = call_optional(self._cu, name, stream.raw)
+            if found is None:
+                continue
+            code, values = found
+            nodes: Sequence[Any] = () if code else values[3] or ()
+            if len(nodes) == 1:
+                # A node that is known already: the call captured nothing, as one of no bytes does.
+                capture.captured.setdefault(int(nodes[0]), Captured(label, stream.name, launch))
+            return
+        capture.missing.add("cuStreamGetCaptureInfo")
+
     def _status(self, stream: StreamState) -> CaptureStatus:
         (status,) = self._call("cuStreamIsCapturing", stream.raw, stream=stream)
         return CaptureStatus(int(status))
@@ -589,11 +677,3 @@ class DriverBackend:
             raise self._bad_handle(call, kind, handle)
         self._call(call, found.raw, detail=f"{kind} {handle:#x}")
         del table[handle]
-
-
-def _caller() -> str:
-    """File and line of the call into this backend: the innermost frame outside of this file."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -48,8 +48,8 @@ def driver_text(cu: Any, code: Any) -> str:
     return f"{int(code)} " + ": ".join(words)
 
 
-def try_optional(cu: Any, name: str, *args: Any) -> tuple[Any, ...] | None:
-    """A call that this driver or these bindings may not have: its results, or None if it is missing or refuses.
+def call_optional(cu: Any, name: str, *args: Any) -> tuple[int, tuple[Any, ...]] | None:
+    """A call that this driver or these bindings may not have: its status and results, or None if it is missing.
 
     That a function exists in the bindings says nothing about the driver: only the call tells.
     """
@@ -59,11 +59,21 @@ def try_optional(cu: Any, name: str, *args: Any) -> tuple[Any, ...] | None:
     try:
         code, *values = function(*args)
     except RuntimeError as e:
-        # What the bindings raise for a symbol that the driver lacks.
-        if "not found" not in str(e).lower():
+        if not is_missing(e):
             raise
         return None
-    return None if code else tuple(values)
+    return int(code), tuple(values)
+
+
+def is_missing(error: RuntimeError) -> bool:
+    """True for what the bindings raise when the driver lacks the symbol of a call."""
+    return "not found" in str(error).lower()
+
+
+def try_optional(cu: Any, name: str, *args: Any) -> tuple[Any, ...] | None:
+    """The results of an optional call, None if it is missing or refuses."""
+    found = call_optional(cu, name, *args)
+    return None if found is None or found[0] else found[1]
 
 
 class DriverLog:

@@ -13,14 +13,13 @@ from typing import Any
 
 from ds41rt.cu import ptx
 from ds41rt.cu.driver_errors import Call, try_optional
-from ds41rt.cu.kernel import Geometry, KernelLaunch, KernelSpec, Scalar, ordered_args
+from ds41rt.cu.kernel import SCALAR_FORMATS, Geometry, KernelLaunch, KernelSpec, Scalar, ordered_args
 from ds41rt.cu.probe import DeviceInfo
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import UnsupportedError
 
 # Dynamic shared memory beyond this has to be asked for, function by function.
 _SHARED_DEFAULT_NBYTES = 48 << 10
-_PACK = {"u32": "<I", "i32": "<i", "u64": "<Q", "f32": "<f"}
 
 
 class _Function:
@@ -58,7 +57,8 @@ class DriverLaunch(KernelLaunch):
         self.geometry = geometry
         self.values = ctypes.create_string_buffer(8 * len(args))
         for i, (param, value) in enumerate(zip(spec.params, args, strict=True)):
-            struct.pack_into(_PACK[param.ctype] if isinstance(param, Scalar) else "<Q", self.values, 8 * i, value)
+            kind = param.ctype if isinstance(param, Scalar) else "u64"
+            struct.pack_into(SCALAR_FORMATS[kind], self.values, 8 * i, value)
         base = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_uint64 * len(args))(*(base + 8 * i for i in range(len(args))))
         self.params = ctypes.addressof(self.pointers)

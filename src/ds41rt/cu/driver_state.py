@@ -7,6 +7,7 @@ import gc
 from typing import Any
 
 from ds41rt.cu.backend import HostBuffer
+from ds41rt.cu.driver_graph import Captured
 
 
 class GcPause:
@@ -57,24 +58,30 @@ class EventState:
 
 
 class CaptureState:
-    """An open capture: its streams (the origin first), the host buffers it copies, and what went wrong first."""
+    """An open capture: its streams (the origin first), the host buffers it copies, what its nodes were captured from by
+    node handle, which calls were missing to learn that, and what went wrong first."""
 
-    __slots__ = ("failure", "keep", "streams")
+    __slots__ = ("captured", "failure", "keep", "missing", "streams")
 
     def __init__(self, origin: StreamState) -> None:
         self.streams = [origin]
         self.keep: list[HostBuffer] = []
+        self.captured: dict[int, Captured] = {}
+        self.missing: set[str] = set()
         self.failure = ""
 
 
 class GraphState:
-    """A graph or an executable one, and the host buffers that its copies read or write."""
+    """A graph or an executable one, the host buffers that its copies read or write, and for a graph what the capture
+    knew of its nodes."""
 
-    __slots__ = ("keep", "raw")
+    __slots__ = ("captured", "keep", "missing", "raw")
 
-    def __init__(self, raw: Any, keep: tuple[HostBuffer, ...]) -> None:
+    def __init__(self, raw: Any, keep: tuple[HostBuffer, ...] = ()) -> None:
         self.raw = raw
         self.keep = keep
+        self.captured: dict[int, Captured] = {}
+        self.missing: set[str] = set()
 
 
 class PinnedMemory:

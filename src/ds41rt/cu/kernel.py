@@ -6,8 +6,10 @@ This file knows no kernel and no backend.
 """
 
 import inspect
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -78,6 +80,9 @@ class KernelSpec:
     `geometry(scalars, n_multiprocessors)` is the launch shape on a GPU; a result must not depend on it. A spec without
     one has no device version.
 
+    `indirect_nbytes(scalars)` is how many bytes a launch has to move through `indirect`, where that is a good part of
+    its work: its weight in a profile, not a bound.
+
     `ptx` is the PTX text of a kernel that does not come with ds41rt; its entry is called `name`.
     """
 
@@ -86,6 +91,7 @@ class KernelSpec:
     reference: Callable[..., None]
     indirect: Callable[..., Sequence[Span]] | None = None
     geometry: Callable[[Scalars, int], Geometry] | None = None
+    indirect_nbytes: Callable[[Scalars], int] | None = None
     ptx: str | None = None
     scalar_names: tuple[str, ...] = field(init=False)
 
@@ -114,6 +120,30 @@ class KernelLaunch:
 
     def __repr__(self) -> str:
         return f"<{self.label}: {self.spec.name}>"
+
+
+def launch_nbytes(launch: KernelLaunch) -> int:
+    """Bytes that a launch must move: its arrays once each, and what it is declared to move through tables."""
+    spec = launch.spec
+    scalars = spec.scalars({p.name: value for p, value in zip(spec.params, launch.args, strict=True)})
+    total = sum(prod(p.shape(scalars)) * p.dtype.itemsize for p in spec.params if isinstance(p, Pointer))
+    return total + (0 if spec.indirect_nbytes is None else spec.indirect_nbytes(scalars))
+
+
+# How a value of each scalar type is packed; a pointer is a "u64".
+SCALAR_FORMATS: dict[str, str] = {"u32": "<I", "i32": "<i", "u64": "<Q", "f32": "<f"}
+
+
+def parameter_block(launch: KernelLaunch) -> tuple[tuple[int, bytes], ...]:
+    """(offset, bytes) of each parameter as a device lays them out: in order, each at a multiple of its size."""
+    block = []
+    off = 0
+    for param, value in zip(launch.spec.params, launch.args, strict=True):
+        raw = struct.pack(SCALAR_FORMATS[param.ctype if isinstance(param, Scalar) else "u64"], value)
+        off = -(-off // len(raw)) * len(raw)
+        block.append((off, raw))
+        off += len(raw)
+    return tuple(block)
 
 
 _LIMITS: dict[str, tuple[int, int]] = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1), "u64": (0, 2**64 - 1)}

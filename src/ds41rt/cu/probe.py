@@ -12,6 +12,17 @@ from ds41rt.cu.driver_errors import driver_text, to_status
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import UnsupportedError
 
+# Calls that ds41rt does without where they are missing, in the form it uses: the CUDA version that brought it.
+OPTIONAL_CALLS = {
+    "cuStreamGetCaptureInfo": 12030,
+    "cuGraphGetEdges": 12030,
+    "cuFuncGetName": 12030,
+    "cuFuncGetParamInfo": 12040,
+    "cuFuncLoad": 12040,
+    "cuEventElapsedTime": 12080,
+    "cuLogsCurrent": 12090,
+}
+
 # The process that initialised CUDA. A forked child inherits the memory but not the driver's state.
 _initialised_pid: int | None = None
 
@@ -28,7 +39,8 @@ class GpuState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device. `shared_nbytes` is the most shared memory that a block can ask for."""
+    """One device. `shared_nbytes` is the most shared memory that a block can ask for; `integrated` says that it shares
+    the host's memory."""
 
     ordinal: int
     name: str
@@ -37,6 +49,7 @@ class DeviceInfo:
     memory_nbytes: int
     shared_nbytes: int
     l2_nbytes: int
+    integrated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,15 @@ def probe_driver(cu: Any) -> Probe:
     return Probe(GpuState.READY, "", version, tuple(_describe(cu, i) for i in range(count)))
 
 
+def optional_calls(cu: Any) -> dict[str, bool]:
+    """Which of `OPTIONAL_CALLS` this driver and these bindings have. For after `probe_driver`: the driver is asked."""
+    found = {}
+    for name, version in OPTIONAL_CALLS.items():
+        code, address, *_ = cu.cuGetProcAddress(name.encode(), version, 0)
+        found[name] = not code and bool(address) and hasattr(cu, name)
+    return found
+
+
 def check_fork() -> None:
     """Raise `UnsupportedError` in a forked child of the process that initialised CUDA."""
     if _initialised_pid is not None and _initialised_pid != os.getpid():
@@ -106,6 +128,7 @@ def _describe(cu: Any, ordinal: int) -> DeviceInfo:
         int(_value(cu, "cuDeviceTotalMem", device)),
         attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         attribute("L2_CACHE_SIZE"),
+        attribute("INTEGRATED") != 0,
     )
 
 

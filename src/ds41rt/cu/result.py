@@ -58,8 +58,11 @@ STICKY = frozenset(
 class CudaError(Ds41Error):
     """A driver call failed.
 
-    `status` is the code, `call` the driver function's name, `detail` says which object was involved.
+    `status` is the code, `call` the driver function's name, `detail` says which object was involved. `driver_log` are
+    the driver's own lines about it, "" where it wrote none; they are part of `detail`.
     """
+
+    driver_log = ""
 
     def __init__(self, status: Status, call: str, detail: str = "") -> None:
         self.status = status

@@ -3,20 +3,24 @@
 The status codes are those of a real driver, as recorded. This file must not know schedules or handles.
 """
 
-import sys
+from itertools import count
 from types import CodeType
 
 from ds41rt.cu.backend import CaptureStatus
+from ds41rt.cu.call_site import caller
 from ds41rt.cu.host.command import Command
 from ds41rt.cu.host.graph import Node, unreached
 from ds41rt.cu.host.stream import EventState, StreamState
 from ds41rt.cu.result import CudaError, Status
+
+_idents = count(1)
 
 
 class Capture:
     """One capture from begin to end: the origin stream, and streams that joined it by waiting for its events."""
 
     def __init__(self, origin: StreamState) -> None:
+        self.ident = next(_idents)
         self.origin = origin
         self.status = CaptureStatus.ACTIVE
         self.nodes: list[Node] = []
@@ -42,7 +46,7 @@ class Capture:
         error = CudaError(status, call, detail)
         if self.status is CaptureStatus.ACTIVE:
             self.status = CaptureStatus.INVALIDATED
-            self._first_failure = f"{error} (called at {_caller()})"
+            self._first_failure = f"{error} (called at {caller()})"
         return error
 
     def _blame(self) -> str:
@@ -130,12 +134,3 @@ class Capture:
         detail = f"{names}, which belongs to the capture that stream {other.origin.name!r} began"
         other.invalidate(Status.STREAM_CAPTURE_MERGE, call, detail)
         raise own.invalidate(Status.STREAM_CAPTURE_MERGE, call, detail)
-
-
-def _caller() -> str:
-    """File and line of the call into the host backend: the innermost frame outside of this package."""
-    package = __name__.rpartition(".")[0]
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -4,6 +4,7 @@ A command holds addresses and host buffers, never contents: it reads memory each
 command keeps alive what it needs. This file must not know streams or schedules.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,7 +15,7 @@ from ds41rt.cu.backend import HostBuffer
 from ds41rt.cu.host.memory import AccessFault, Memory
 from ds41rt.cu.kernel import Access
 
-Kind = Literal["kernel", "h2d", "d2h", "d2d", "fill", "graph"]
+Kind = Literal["kernel", "h2d", "d2h", "d2d", "fill", "graph", "stamp"]
 Space = Literal["device", "pinned", "pageable"]
 
 
@@ -84,6 +85,21 @@ class Copy:
         if place.pinned:
             return Operand(role, place.device_ptr + self.host_off, self.nbytes, access, "pinned")
         return Operand(role, place.ptr + self.host_off, self.nbytes, access, "pageable")
+
+
+@dataclass(slots=True, eq=False)
+class Stamp:
+    """Notes when it ran: one record of a timing event. `time_ns` is that of `time.perf_counter_ns`."""
+
+    label: str
+    time_ns: int = 0
+    kind: Literal["stamp"] = "stamp"
+
+    def run(self, memory: Memory) -> None:
+        self.time_ns = time.perf_counter_ns()
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
 
 
 @dataclass(slots=True, eq=False)

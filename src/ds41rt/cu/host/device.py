@@ -7,15 +7,27 @@ it. One thread owns a backend: nothing here takes a lock. Nothing here knows lay
 from collections.abc import Callable, Mapping
 from types import CodeType
 
-from ds41rt.cu.backend import CaptureStatus, DeviceBuffer, Event, Graph, GraphExec, HostBuffer, Stream
+from ds41rt.cu.backend import (
+    CaptureStatus,
+    DeviceBuffer,
+    Event,
+    Graph,
+    GraphExec,
+    HostBuffer,
+    MemoryRange,
+    Stream,
+)
+from ds41rt.cu.capture_probe import CaptureProbe
+from ds41rt.cu.graphinfo import GraphInfo
 from ds41rt.cu.host.capture import Capture
-from ds41rt.cu.host.command import Command, Copy, Fill
+from ds41rt.cu.host.command import Command, Copy, Fill, Stamp
 from ds41rt.cu.host.faults import Faults
 from ds41rt.cu.host.footprint import call_site
-from ds41rt.cu.host.graph import GraphLaunch, Node, NodeInfo, describe
+from ds41rt.cu.host.graph import GraphLaunch, Node, describe
 from ds41rt.cu.host.kernels import HostLaunch
 from ds41rt.cu.host.memory import AccessFault, Memory
 from ds41rt.cu.host.pinned import Watcher, watched
+from ds41rt.cu.host.probe import HostProbe
 from ds41rt.cu.host.race import Clock, RaceDetector, StreamClock
 from ds41rt.cu.host.race_report import Race, RaceError
 from ds41rt.cu.host.stream import EventState, Op, Randomized, StreamState, make_schedule
@@ -63,6 +75,7 @@ class HostBackend:
 
     name = "host"
     device_name = "simulated device"
+    unified_memory = True
 
     def __init__(
         self,
@@ -126,6 +139,12 @@ class HostBackend:
     def ledger(self) -> tuple[DeviceBuffer | HostBuffer, ...]:
         return self.memory.buffers()
 
+    def freed(self) -> tuple[DeviceBuffer, ...]:
+        return self.memory.freed()
+
+    def find_allocation(self, addr: int) -> MemoryRange | None:
+        return self.memory.find(addr)
+
     def live(self) -> dict[str, int]:
         """How many objects of each kind exist; all zero after `close`. For leak checks."""
         return {
@@ -173,10 +192,10 @@ class HostBackend:
         if state.clock is not None:
             self._waited(call, state.clock.now())
 
-    def create_event(self, name: str) -> Event:
+    def create_event(self, name: str, *, timing: bool = False) -> Event:
         self._enter("cuEventCreate")
         handle = self._new_handle()
-        self._events[handle] = EventState(name)
+        self._events[handle] = EventState(name, timing)
         return Event(handle)
 
     def destroy_event(self, event: Event) -> None:
@@ -191,7 +210,10 @@ class HostBackend:
             state.capture.require_valid(state, call)
             point.record(None, state.capture, state.frontier, {})
             return
-        if state.waits:
+        if point.timing:
+            point.stamp = Stamp(point.name)
+            self._drive(call, self._schedule.submit, state.append(point.stamp))
+        elif state.waits:
             self._drive(call, self._schedule.submit, state.append(None))
         point.record(state.tail, None, (), {} if state.clock is None else state.clock.now())
 
@@ -222,6 +244,26 @@ class HostBackend:
         if point.op is not None:
             self._drive("cuEventSynchronize", self._schedule.finish, point.op)
         self._waited("cuEventSynchronize", point.clock)
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        first, last = self._stamp(start), self._stamp(end)
+        return (last.time_ns - first.time_ns) / 1000
+
+    def _stamp(self, event: Event) -> Stamp:
+        """The time of the event's last record, which must be one that has a time."""
+        call = "cuEventElapsedTime"
+        state = self._event(call, event)
+        if state.capture is not None:
+            if state.capture.status is CaptureStatus.ACTIVE:
+                detail = f"event {state.name!r} was last recorded in a capture, where no time passes"
+                raise CudaError(Status.CAPTURED_EVENT, call, detail)
+            raise CudaError(Status.INVALID_VALUE, call, f"event {state.name!r} was {state.capture.void()}")
+        if state.stamp is None or state.op is None:
+            why = "was never recorded" if state.timing else "was made without timing"
+            raise CudaError(Status.INVALID_HANDLE, call, f"event {state.name!r} {why}")
+        if not state.op.done:
+            raise CudaError(Status.NOT_READY, call, f"event {state.name!r} has not completed yet; wait for it first")
+        return state.stamp
 
     # Work
 
@@ -338,9 +380,11 @@ class HostBackend:
         self._find_exec("cuGraphExecDestroy", graph_exec)
         del self._execs[graph_exec]
 
-    def graph_nodes(self, graph: Graph) -> list[NodeInfo]:
-        """The captured nodes in capture order: kind, label, memory operands and edges."""
+    def describe_graph(self, graph: Graph) -> GraphInfo:
         return describe(self._find_graph("cuGraphGetNodes", graph))
+
+    def capture_probe(self) -> CaptureProbe:
+        return HostProbe(self, self._streams, self._graphs)
 
     def close(self) -> None:
         if self._closed:

@@ -26,6 +26,7 @@ CALLS = {
     "wait": "cuStreamWaitEvent",
     "query_event": "cuEventQuery",
     "synchronize_event": "cuEventSynchronize",
+    "elapsed_us": "cuEventElapsedTime",
     "copy_h2d": "cuMemcpyHtoDAsync",
     "copy_d2h": "cuMemcpyDtoHAsync",
     "copy_d2d": "cuMemcpyDtoDAsync",

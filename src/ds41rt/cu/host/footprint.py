@@ -4,7 +4,6 @@ Known before it runs are the ranges that it names; those behind pointer tables a
 know clocks or streams.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt.cu.backend import HostBuffer
+from ds41rt.cu.call_site import calling_frame
 from ds41rt.cu.host.command import Command, Copy
 from ds41rt.cu.host.graph import GraphLaunch, ancestors
 from ds41rt.cu.host.kernels import HostLaunch
@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 Site = tuple[CodeType, int]
 
-# Frames of these modules are never what a report points at; NumPy calls back for arrays over pinned memory.
-_INSIDE = (__name__.removesuffix("host.footprint"), "numpy.")
-
 
 def call_site() -> Site:
     """The innermost frame outside of `ds41rt.cu` and NumPy; `site_text` looks up the line when it is wanted."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
-        frame = frame.f_back
+    frame = calling_frame()
     return frame.f_code, frame.f_lasti
 
 

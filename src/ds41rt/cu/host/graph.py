@@ -10,12 +10,17 @@ from random import Random
 from types import CodeType
 from typing import TYPE_CHECKING, Literal
 
-from ds41rt.cu.host.command import Command, Kind, Operand
+from ds41rt.cu.graphinfo import CopyNode, FillNode, GraphInfo, GraphNode, KernelNode, Param
+from ds41rt.cu.host.command import Command, Copy, Fill, Operand
 from ds41rt.cu.host.kernels import HostLaunch
 from ds41rt.cu.host.memory import Memory
+from ds41rt.cu.kernel import parameter_block
 
 if TYPE_CHECKING:
     from ds41rt.cu.host.footprint import Footprint
+
+# Launch shapes may depend on it; a described graph of this backend has those of an H200.
+NOMINAL_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,20 +36,36 @@ class Node:
     site: tuple[CodeType, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """One node for tools: what it does, on which memory, after which nodes."""
-
-    index: int
-    kind: Kind
-    label: str
-    operands: tuple[Operand, ...]
-    deps: tuple[int, ...]
+def describe(nodes: Sequence[Node]) -> GraphInfo:
+    """The nodes in capture order. Pinned memory has the address that the device sees, in copies too."""
+    return GraphInfo(tuple(_describe(i, node) for i, node in enumerate(nodes)))
 
 
-def describe(nodes: Sequence[Node]) -> list[NodeInfo]:
-    """The nodes in capture order, free of references to live objects."""
-    return [NodeInfo(i, n.command.kind, n.command.label, n.command.operands(), n.deps) for i, n in enumerate(nodes)]
+def _describe(index: int, node: Node) -> GraphNode:
+    command = node.command
+    content: KernelNode | CopyNode | FillNode
+    launch = command if isinstance(command, HostLaunch) else None
+    if launch is not None:
+        kind, content = "kernel", _kernel(launch)
+    elif isinstance(command, Copy):
+        dst, src = command.operands()
+        kind, content = "copy", CopyNode(dst.addr, dst.space, src.addr, src.space, command.nbytes)
+    elif isinstance(command, Fill):
+        kind, content = "fill", FillNode(command.dst, command.byte, 1, command.nbytes)
+    else:
+        raise TypeError(f"{command!r} cannot be captured")
+    return GraphNode(index, kind, node.deps, content, command.label, node.stream, launch)
+
+
+def _kernel(launch: HostLaunch) -> KernelNode:
+    """As a device would have it, one with as many multiprocessors as `NOMINAL_MULTIPROCESSORS` says."""
+    spec = launch.spec
+    params = tuple(Param(off, raw) for off, raw in parameter_block(launch))
+    if spec.geometry is None:
+        return KernelNode(spec.name, None, None, 0, params)
+    args = dict(zip((p.name for p in spec.params), launch.args, strict=True))
+    shape = spec.geometry(spec.scalars(args), NOMINAL_MULTIPROCESSORS)
+    return KernelNode(spec.name, shape.grid, (shape.block, 1, 1), shape.shared_nbytes, params)
 
 
 def unreached(nodes: Sequence[Node], frontier: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.cu.backend import DeviceBuffer, HostBuffer
+from ds41rt.cu.backend import DeviceBuffer, HostBuffer, MemoryRange
 from ds41rt.cu.kernel import Span
 from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
 
@@ -156,6 +156,18 @@ class Memory:
     def buffers(self) -> tuple[DeviceBuffer | HostBuffer, ...]:
         """Live allocations in the order in which they were made."""
         return tuple(a.buffer for a in self._live)
+
+    def freed(self) -> tuple[DeviceBuffer, ...]:
+        """Everything that was freed: addresses never repeat, so that nothing is forgotten."""
+        return tuple(DeviceBuffer(name, addr, nbytes) for addr, nbytes, name in self._quarantine)
+
+    def find(self, addr: int) -> MemoryRange | None:
+        """The live allocation that holds `addr`."""
+        index = bisect_right(self._starts, addr) - 1
+        if index < 0 or addr >= self._live[index].addr + self._live[index].nbytes:
+            return None
+        found = self._live[index]
+        return MemoryRange(found.addr, found.nbytes, "pinned" if isinstance(found.buffer, HostBuffer) else "device")
 
     def view(self, addr: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> NDArray[Any]:
         """C-contiguous array over device bytes. Raises `AccessFault` (700 out of range, 716 misaligned)."""

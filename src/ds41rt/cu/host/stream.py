@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from ds41rt.cu.host.command import Command
+from ds41rt.cu.host.command import Command, Stamp
 from ds41rt.cu.host.graph import GraphLaunch
 from ds41rt.cu.host.memory import Memory
 from ds41rt.errors import InputError
@@ -83,13 +83,16 @@ class StreamState:
 class EventState:
     """An event and its last record: an operation (None: the stream was empty), or a point in a capture.
 
-    `clock` is what race detection knows to be complete after it.
+    `clock` is what race detection knows to be complete after it. `stamp` holds the time of the last record, if the
+    event is for `timing` and that record was outside of captures.
     """
 
-    __slots__ = ("capture", "clock", "frontier", "name", "op", "recorded")
+    __slots__ = ("capture", "clock", "frontier", "name", "op", "recorded", "stamp", "timing")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timing: bool) -> None:
         self.name = name
+        self.timing = timing
+        self.stamp: Stamp | None = None
         self.recorded = False
         self.clock: Clock = {}
         self.op: Op | None = None
