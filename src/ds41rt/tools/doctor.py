@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from ds41rt import __version__
-from ds41rt.cu.backend import open_backend, probe_gpu
+from ds41rt.cu.backend import open_backend, optional_calls, probe_gpu
 from ds41rt.cu.probe import GpuState, Probe
 from ds41rt.cu.ptx import choose, cuda_version, entry_name, load_manifest
 from ds41rt.errors import Ds41Error, UnsupportedError
 from ds41rt.kernels.registry import SPECS
+from ds41rt.tools.doctor_captures import Finding, examine_captures
 
 PINNED_NBYTES = 64 << 20
 DEFAULT_STREAM_SWITCH = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
@@ -36,7 +37,8 @@ _NEXT_STEPS = {
 
 @dataclass
 class Report:
-    """What was found. `problems` keep the GPU from being used, `warnings` do not; each is (what, what to do)."""
+    """What was found. `problems` keep the GPU from being used, `warnings` do not; each is (what, what to do).
+    `captures` is what bears on captures, harmful or not."""
 
     versions: dict[str, str]
     platform: dict[str, Any]
@@ -45,6 +47,7 @@ class Report:
     devices: list[dict[str, Any]] = field(default_factory=list)
     ptx: dict[str, Any] = field(default_factory=dict)
     pinned: dict[str, Any] = field(default_factory=dict)
+    captures: list[Finding] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[tuple[str, str]] = field(default_factory=list)
 
@@ -73,6 +76,8 @@ def examine(env: Mapping[str, str]) -> Report:
         report.problems.append((what, "use --backend host here, or a Linux machine"))
     _default_stream(report, env.get(DEFAULT_STREAM_SWITCH))
     found = _probe(report)
+    calls = optional_calls() if found.state is GpuState.READY else None
+    report.captures = examine_captures(env, report.default_stream, calls)
     if _ptx(report, found):
         _use(report)
     return report
@@ -196,6 +201,11 @@ def _print(report: Report) -> None:
         print(f"kernels: {report.ptx['kernels'] - len(report.ptx['missing'])} of {report.ptx['kernels']} have PTX")
     if report.pinned:
         print(f"pinned memory: {report.pinned['nbytes'] >> 20} MiB in {report.pinned['allocated_ms']:.0f} ms")
+    print("captures:")
+    for finding in report.captures:
+        print(f"  {finding.name}: {finding.value}; {finding.effect}")
+        if finding.next is not None:
+            print(f"    next: {finding.next}")
     for kind, found in (("problem", report.problems), ("warning", report.warnings)):
         for what, step in found:
             print(f"{kind}: {what}\n  next: {step}")
