@@ -24,7 +24,7 @@ check: $(READY)
 
 # Everything, the tests that take minutes included (some need a C compiler).
 test-long: $(READY)
-	$(BIN)/pytest -n 2 -m "long or not long"
+	$(BIN)/pytest -n 2 -m "long or not long" $(ARGS)
 
 # Everything on a real GPU; a machine without one fails here instead of skipping.
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))

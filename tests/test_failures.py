@@ -66,6 +66,8 @@ def test_every_allocation_fails_in_turn(micro: Path) -> None:
         assert engine.stats().tokens == 0
     assert len(roomy.made) > 100
     for k, (name, nbytes) in enumerate(roomy.made, start=1):
+        if name == "pinned experts":
+            continue  # a smaller ring will do: see tests/moe/test_fetch.py
         backend = Ledger(fail_at=k)
         with (
             pytest.raises(OutOfDeviceMemory) as failure,

@@ -77,11 +77,22 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         name, *argv = shlex.split(line)
         assert name == "ds41rt"
         assert main(argv) == 0, line
-    assert set(seen) == {"synth", "decode", "verify", "doctor", "bench"}
+    assert set(seen) == {
+        "synth",
+        "decode",
+        "verify",
+        "doctor",
+        "bench",
+        "bench-streaming",
+        "trace",
+        "timeline",
+        "cache-sim",
+        "capture",
+    }
 
 
 def test_settings_table() -> None:
-    rows = dict(re.findall(r"^\| `(DS41RT_\w+)` \| `(\w[\w.]*)` \|", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(DS41RT_\w+)` \| `(\w[\w.-]*)` \|", README, re.MULTILINE))
     assert rows == {PREFIX + name.upper(): str(field.default) for name, field in Settings.model_fields.items()}
     text = README.replace("`_", "`ATLAS_DS41_")  # the list shortens all but the first
     assert {a for a in ALIASES if f"`{a}`" in text} == set(ALIASES)

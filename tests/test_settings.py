@@ -39,12 +39,37 @@ def test_switches(name: str) -> None:
     [
         ("backend", {"host": "host", " cuda ": "cuda", "auto": "auto"}, ["", "HOST", "gpu", "1"]),
         ("index_keys", {"intended": "intended", "reference\n": "reference"}, ["", "own", "0"]),
+        (
+            "direct_reads",
+            {
+                "auto": "auto",
+                " on ": "on",
+                "off\n": "off",
+                "1": "on",
+                "true": "on",
+                "YES": "on",
+                "On": "on",
+                "0": "off",
+                "False": "off",
+                "no": "off",
+                " OFF": "off",
+            },
+            ["", "2", "Auto", "direct", "none", "o_direct"],
+        ),
+        ("reader_threads", {"0": 0, "1": 1, " 64 ": 64}, ["", "65", "-1", "8.0", "auto", "on"]),
+        ("staging_slots", {"2": 2, "16": 16, "1024": 1024}, ["", "0", "1", "3", "17", "1025", "1026", "-2", "auto"]),
         ("max_context", {"1": 1, " 4096 ": 4096, "+7": 7}, ["", "0", "-1", "4k", "1e3", "2.0", "1_000", "0x10", "on"]),
         (
             "expert_cache_gib",
-            {"1": 1.0, " 0.5 ": 0.5, "1e-3": 0.001},
-            ["", "0", "-0.0", "-1", "nan", "inf", "1e999", "1_0", "4GiB", "1,5", "true"],
+            {"0": 0.0, "1": 1.0, " 0.5 ": 0.5, "1e-3": 0.001},
+            ["", "-1", "-1e-9", "nan", "inf", "1e999", "1_0", "4GiB", "1,5", "true"],
         ),
+        (
+            "host_cache_gib",
+            {"0": 0.0, "60": 60.0, " 0.5 ": 0.5},
+            ["", "-1", "nan", "inf", "1_0", "4GiB", "true"],
+        ),
+        ("evict_policy", {"oldest": "oldest", " least-used ": "least-used"}, ["", "lru", "Oldest", "0"]),
         (
             "evict_random_pct",
             {"0": 0.0, "8": 8.0, "100": 100.0},
@@ -59,6 +84,16 @@ def test_values(name: str, understood: dict[str, Any], not_understood: list[str]
         assert (found, type(found)) == (value, type(value))
     for raw in not_understood:
         refused(variable, **{variable: raw})
+
+
+def test_refusals_say_what_is_understood() -> None:
+    choices = "use one of auto, on, off; 1, true, yes mean on and 0, false, no mean off"
+    refused("DS41RT_DIRECT_READS='maybe'", choices, DS41RT_DIRECT_READS="maybe")
+    refused("staging_slots", "17", "multiple of 2", DS41RT_STAGING_SLOTS="17")
+    refused("reader_threads", "65", "less than or equal to 64", DS41RT_READER_THREADS="65")
+    for variable in ("DS41RT_BACKEND", "DS41RT_INDEX_KEYS"):  # no switches: their choices have no on and off
+        for raw in ("1", "off"):
+            refused(variable, repr(raw), **{variable: raw})
 
 
 @pytest.mark.parametrize(
@@ -88,6 +123,7 @@ def test_argument_beats_environment_beats_default() -> None:
     [
         ("max_context", 2.0), ("max_context", "64"), ("max_context", True), ("step_graph", 1), ("step_graph", "yes"),
         ("expert_cache_gib", float("inf")), ("backend", "Host"), ("nonsense", 1),
+        ("direct_reads", True), ("reader_threads", 8.0), ("staging_slots", "16"), ("staging_slots", 15),
     ],
 )  # fmt: skip
 def test_argument_of_the_wrong_kind(name: str, value: Any) -> None:

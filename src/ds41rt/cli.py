@@ -29,6 +29,138 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_capture(parser: argparse.ArgumentParser) -> None:
+    """The group `ds41rt capture`: what it says about graphs is in `ds41rt.capture`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, what in (("inspect", "show what captured graphs contain"), ("lint", "find what is wrong with them")):
+        action = actions.add_parser(name, help=what, allow_abbrev=False)
+        source = action.add_mutually_exclusive_group(required=True)
+        source.add_argument("checkpoint", type=Path, nargs="?", metavar="CHECKPOINT", help="capture its step graphs")
+        source.add_argument("--dump", type=Path, metavar="F.json", help="graphs that were saved with --out")
+        action.add_argument("--segment", type=int, metavar="K", help="only the segment that layer K owns")
+        action.add_argument("--tokens", type=int, default=4, metavar="N", help="tokens to decode first (default: 4)")
+        action.add_argument("--out", type=Path, metavar="F", help="write F.json, F.html or F.dot")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+        _add_backend(action)
+        if name == "lint":
+            action.add_argument(
+                "--later", type=Path, metavar="G.json", help="the same graphs captured for a later token, with --dump"
+            )
+            action.add_argument("--skip", action="append", default=[], metavar="RULE", help="a rule to leave out")
+    explain = actions.add_parser("explain", help="run a capture, name the first call that broke it", allow_abbrev=False)
+    subject = explain.add_mutually_exclusive_group(required=True)
+    subject.add_argument("checkpoint", type=Path, nargs="?", metavar="CHECKPOINT", help="capture its step graphs")
+    subject.add_argument("--call", metavar="MODULE:FUNCTION", help="a callable of (backend, stream), or of (stream)")
+    explain.add_argument("--self-capture", action="store_true", help="the callable takes nothing and captures itself")
+    explain.add_argument(
+        "--capture-mode",
+        choices=("global", "thread_local", "relaxed"),
+        help="for a callable that takes the stream (default: global, as PyTorch's)",
+    )
+    explain.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_backend(explain)
+    diff = actions.add_parser("diff", help="compare two saved dumps", allow_abbrev=False)
+    diff.add_argument("before", type=Path, metavar="A.json")
+    diff.add_argument("after", type=Path, metavar="B.json")
+    diff.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    prompt = parser.add_mutually_exclusive_group(required=required)
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, comma separated")
+    prompt.add_argument("--prompt-ids-file", type=Path, metavar="F", help="file of token ids (commas or white space)")
+    prompt.add_argument("--prompt", metavar="TEXT", help="text (needs the extra 'text')")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    """The group `ds41rt trace`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    diff = actions.add_parser("diff", help="name the first half of a layer where two runs part", allow_abbrev=False)
+    diff.add_argument(
+        "what", type=Path, nargs="+", metavar="CHECKPOINT | A.npz B.npz", help="decode this twice, or compare two files"
+    )
+    _add_prompt(diff, required=False)
+    diff.add_argument("--max-new", type=int, metavar="N", help="new tokens at most (default: 32)")
+    diff.add_argument("--modes", metavar="A,B", help="how both runs decode (default: eager,step-graph)")
+    diff.add_argument("--expert-slots", metavar="N[,M]", help="experts held on the device, of both runs or of each")
+    diff.add_argument("--max-context", type=int, metavar="N", help="as for decode")
+    diff.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_backend(diff)
+
+
+def _add_timeline(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    _add_prompt(parser, required=True)
+    parser.add_argument("--tokens", type=int, default=4, metavar="N", help="decode steps to record (default: 4)")
+    parser.add_argument("--out", type=Path, required=True, metavar="F.json", help="for ui.perfetto.dev")
+    parser.add_argument("--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH, else eager")
+    parser.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
+    parser.add_argument("--max-context", type=int, metavar="N", help="as for decode")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_backend(parser)
+
+
+def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
+    """`ds41rt cache-sim`. The rates of PCIe and compute were measured on an H200; the disk's is an assumption."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--trace", type=Path, metavar="F.npz", help="routes that `ds41rt decode --route-trace-out` wrote"
+    )
+    source.add_argument(
+        "--synthetic",
+        nargs="?",
+        const="drift",
+        choices=("drift", "steady", "topics"),
+        help="made-up routes of the released model, with the LRU hit rates that are published for it (default: drift)",
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="length of a synthetic trace (default: 3000)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of a synthetic trace (default: 0)")
+    parser.add_argument(
+        "--warm-tokens", type=int, metavar="N", help="first tokens that are not counted (default: a third)"
+    )
+    for tier, what in (("device", "device memory"), ("host", "pinned host memory")):
+        size = parser.add_mutually_exclusive_group(required=tier == "device")
+        size.add_argument(f"--{tier}-slots", metavar="N,N,...", help=f"experts in {what}")
+        size.add_argument(f"--{tier}-gib", metavar="X,X,...", help=f"{what} for experts in GiB")
+    parser.add_argument("--policies", default="lru,oldest,least-used", metavar="P,P,...", help="default: %(default)s")
+    parser.add_argument("--evict-random-pct", type=float, default=8.0, metavar="X", help="default: %(default)s")
+    parser.add_argument(
+        "--moves", type=int, default=8, metavar="N", help="promotions a token at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--promote-after",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="host hits since it came there that let an expert move to the device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--most-used-first",
+        action="store_true",
+        help="of more candidates than moves take those with the most host hits, not those of the first layers",
+    )
+    parser.add_argument(
+        "--pcie-gb-s", type=float, default=54.0, metavar="X", help="host to device, H200: %(default)s GB/s (default)"
+    )
+    parser.add_argument(
+        "--disk-gb-s",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="expert files to memory, assumed: %(default)s GB/s (default)",
+    )
+    parser.add_argument(
+        "--compute-ms",
+        type=float,
+        default=8.8,
+        metavar="X",
+        help="a step-graph token without misses, H200: %(default)s ms (default)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="F.svg", help="hit rate and time a token as a picture")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds41rt",
@@ -46,17 +178,22 @@ def _parser() -> argparse.ArgumentParser:
 
     decode = commands.add_parser("decode", help="decode a prompt greedily", allow_abbrev=False)
     decode.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    prompt = decode.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, comma separated")
-    prompt.add_argument("--prompt-ids-file", type=Path, metavar="F", help="file of token ids (commas or white space)")
-    prompt.add_argument("--prompt", metavar="TEXT", help="text (needs the extra 'text')")
+    _add_prompt(decode, required=True)
     decode.add_argument("--max-new", type=int, default=32, metavar="N", help="new tokens at most (default: 32)")
     decode.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     _add_backend(decode)
-    decode.add_argument("--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH, else eager")
+    decode.add_argument(
+        "--mode", choices=("eager", "step-graph", "adaptive"), help="default: DS41RT_STEP_GRAPH, else eager"
+    )
     slots = decode.add_mutually_exclusive_group()
     slots.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
     slots.add_argument("--expert-cache-gib", type=float, metavar="X", help="the same as a budget in GiB")
+    host = decode.add_mutually_exclusive_group()
+    host.add_argument("--host-slots", type=int, metavar="N", help="experts held in pinned host memory besides")
+    host.add_argument("--host-cache-gib", type=float, metavar="X", help="the same as a budget in GiB")
+    decode.add_argument(
+        "--prefetch", action="store_true", default=None, help="read ahead what the next layer may need (eager layers)"
+    )
     decode.add_argument(
         "--max-context", type=int, metavar="N", help="default: DS41RT_MAX_CONTEXT, else 4096, or the model's if smaller"
     )
@@ -64,7 +201,9 @@ def _parser() -> argparse.ArgumentParser:
         "--index-keys", choices=("intended", "reference"), help="default: DS41RT_INDEX_KEYS, else intended"
     )
     decode.add_argument("--logits-out", type=Path, metavar="F.npy", help="float32 [positions, vocab]")
-    decode.add_argument("--trace-out", type=Path, metavar="F.npz", help="routing, selections, a hash per layer")
+    decode.add_argument("--trace-out", type=Path, metavar="F.npz", help="routing, selections, hashes of every layer")
+    decode.add_argument("--route-trace-out", type=Path, metavar="F.npz", help="the picks alone, for cache-sim")
+    decode.add_argument("--trace-values", action="store_true", help="keep in it the hashed values too (large)")
     decode.add_argument("--json", action="store_true", help="print one JSON object")
 
     synth = commands.add_parser(
@@ -88,10 +227,37 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(bench)
 
+    streaming = commands.add_parser(
+        "bench-streaming", help="time a miss in each tier, against the link and the disk", allow_abbrev=False
+    )
+    streaming.add_argument("--preset", choices=("released", "small", "tiny", "micro"), default="released")
+    streaming.add_argument("--layers", type=int, metavar="N", help="only the first N layers (default: 8)")
+    streaming.add_argument("--experts-per-layer", type=int, metavar="N", help="experts in use (default: 16)")
+    streaming.add_argument("--tokens", type=int, default=40, metavar="N", help="tokens timed (default: 40)")
+    streaming.add_argument("--disk", type=Path, metavar="DIR", help="also time reads of a file made in DIR")
+    streaming.add_argument("--disk-gb", type=float, default=4.0, metavar="X", help="its size (default: 4)")
+    streaming.add_argument("--threads", type=int, default=8, metavar="N", help="readers of that file (default: 8)")
+    streaming.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_backend(streaming)
+
     doctor = commands.add_parser(
         "doctor", help="say what this machine offers, what is wrong, and what to do", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object, for bug reports")
+
+    _add_capture(commands.add_parser("capture", help="look into captured graphs", allow_abbrev=False))
+    _add_trace(commands.add_parser("trace", help="compare what two runs computed", allow_abbrev=False))
+    _add_timeline(commands.add_parser("timeline", help="record a few decode steps as a picture", allow_abbrev=False))
+
+    _add_cache_sim(
+        commands.add_parser(
+            "cache-sim",
+            help="say what a budget for experts buys, from recorded or made-up routes",
+            epilog="ms a token = compute + (host hits + file misses) x expert bytes / PCIe + file misses x expert "
+            "bytes / disk; promotions run beside the step and are not in it, nor is what a fall costs beyond its read",
+            allow_abbrev=False,
+        )
+    )
 
     verify = commands.add_parser(
         "verify", help="compare this build and machine with reference values", allow_abbrev=False
@@ -132,10 +298,34 @@ def _run(args: argparse.Namespace) -> int:
         from ds41rt.tools.bench import bench
 
         return bench(args)
+    if args.command == "bench-streaming":
+        from ds41rt.tools.bench_streaming import bench_streaming
+
+        return bench_streaming(args)
     if args.command == "doctor":
         from ds41rt.tools.doctor import doctor
 
         return doctor(args)
+    if args.command == "capture" and args.action == "explain":
+        from ds41rt.tools.capture_explain import capture_explain
+
+        return capture_explain(args)
+    if args.command == "capture":
+        from ds41rt.tools.capture import capture
+
+        return capture(args)
+    if args.command == "cache-sim":
+        from ds41rt.tools.cache_sim import cache_sim
+
+        return cache_sim(args)
+    if args.command == "trace":
+        from ds41rt.tools.trace_diff import trace_diff
+
+        return trace_diff(args)
+    if args.command == "timeline":
+        from ds41rt.tools.timeline import timeline
+
+        return timeline(args)
     from ds41rt.tools.verify import verify
 
     return verify(args)

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from os import environ
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers, why_not_truncate
+from ds41rt.attn.sequence import SequenceBlock, SequenceBuffers, sequence_nbytes, why_not_truncate
+from ds41rt.capture.watch import WatchedBackend
 from ds41rt.checkpoint.checkpoint import Checkpoint
 from ds41rt.checkpoint.engram_table import engram_constants
 from ds41rt.checkpoint.source import ModelSource
@@ -39,14 +40,21 @@ from ds41rt.errors import (
 )
 from ds41rt.log import Logger
 from ds41rt.moe.arena import ExpertArena, slot_nbytes
+from ds41rt.moe.budget import Asked, Memory, plan_budget
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.fetch import ExpertFetcher
+from ds41rt.moe.guess import GuessBuffers
 from ds41rt.moe.header import SLOT_TABLE_LAYERS
+from ds41rt.moe.host_memory import available_nbytes
+from ds41rt.moe.mover import Mover
+from ds41rt.moe.pool import PinnedPool, open_pool
 from ds41rt.moe.route import MoeRouter, PlanBuffers, RouteConfig
 from ds41rt.moe.slots import SlotTable
 from ds41rt.settings import Settings
+from ds41rt.step.adaptive import Adaptive
 from ds41rt.step.bodies import DecodeBodies, StepObserver, StepSequence
 from ds41rt.step.buffers import StepBuffers
+from ds41rt.step.entries import Entries
 from ds41rt.step.hash_log import HashLog
 from ds41rt.step.launches import LaunchBuilder
 from ds41rt.step.machine import StepMachine
@@ -55,15 +63,15 @@ from ds41rt.step.state import Fork
 from ds41rt.step.weights import DeviceWeights
 
 log = Logger("ds41rt.engine")
-Mode = Literal["eager", "step-graph"]
+Mode = Literal["eager", "step-graph", "adaptive"]
 Progress = Callable[[int, int], None]
 _T = TypeVar("_T")
 
 # What the selection kernel takes in one block.
 _ROUTE_MAX_EXPERTS, _ROUTE_MAX_TOP_K = 1024, 8
 _DEFAULT_CONTEXT = 4096
-# Share of the free device memory that experts may take when no budget is given; the rest is for sequences.
-_ARENA_SHARE = 0.8
+# Sequences at the maximum context that the default budget leaves room for.
+_N_SEQUENCES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class Stats:
 
     device_hits + host_hits + misses == layers * top-k * tokens, all of completed tokens. Replays, falls, captures and
     bytes read include what tokens did that failed; replays == clean_replays + sum(falls.values()) all the same.
+    Promotions and demotions are experts that have arrived, `expert_nbytes_moved` what that copied in both directions.
+    prefetch_useful + prefetch_wasted + prefetch_failed == prefetch_issued, in experts.
     """
 
     tokens: int
@@ -84,8 +94,16 @@ class Stats:
     device_hits: int
     host_hits: int
     misses: int
+    promotions: int
+    demotions: int
+    prefetch_issued: int
+    prefetch_useful: int
+    prefetch_wasted: int
+    prefetch_failed: int
     expert_nbytes_read: int
+    expert_nbytes_moved: int
     expert_slots: int
+    host_slots: int
     device_nbytes: int
     pinned_nbytes: int
 
@@ -149,6 +167,7 @@ class Engine:
         *,
         schedule: str = "lazy",
         expert_slots: int | None = None,
+        host_slots: int | None = None,
         backend: GpuBackend | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -171,8 +190,11 @@ class Engine:
                 backend, why = open_backend(settings.backend, schedule=schedule)
                 stack.callback(backend.close)
                 log.info("backend chosen", backend=backend.name, why=why)
+            if settings.capture_watch:
+                backend = WatchedBackend(backend).as_backend
             self.backend = backend
-            self._build(stack, expert_slots, progress)
+            asked = Asked(expert_slots, settings.expert_cache_gib, host_slots, settings.host_cache_gib)
+            self._build(stack, asked, progress)
             self._stack = stack.pop_all()
 
     @classmethod
@@ -183,6 +205,7 @@ class Engine:
         mode: Mode | None = None,
         schedule: str = "lazy",
         expert_slots: int | None = None,
+        host_slots: int | None = None,
         backend: GpuBackend | str | None = None,
         progress: Progress | None = None,
         **overrides: Any,
@@ -190,28 +213,32 @@ class Engine:
         """Open the checkpoint directory `path`.
 
         `overrides` are fields of `Settings` and go before the environment's `DS41RT_*`. `mode` "step-graph" asks for
-        graph segments. `expert_slots` is the number of experts held on the device (default: what the budget allows, at
-        most all). `backend` is "auto", "host" or "cuda", or an open backend, which the engine then does not close.
-        `progress(done, total)` is called in bytes while weights load. Raises `Ds41Error` subtypes; nothing is left
-        behind then.
+        graph segments, "adaptive" for graph segments while they pay (see `step.adaptive`). `expert_slots` is the number
+        of experts held on the device, `host_slots` that of pinned host memory (defaults: see
+        `moe.budget.plan_budget`). `backend` is "auto", "host" or "cuda", or an open backend, which the engine then does
+        not close. `progress(done, total)` is called in bytes while weights load. Raises `Ds41Error` subtypes; nothing
+        is left behind then.
         """
         if mode is not None:
-            if "step_graph" in overrides:
-                raise InputError("give mode or step_graph, not both: they are the same switch")
-            if mode not in ("eager", "step-graph"):
-                raise InputError(f"mode {mode!r} is unknown; use eager or step-graph")
-            overrides["step_graph"] = mode == "step-graph"
+            for switch in ("step_graph", "adaptive"):
+                if switch in overrides:
+                    raise InputError(f"give mode or {switch}, not both: they are the same switch")
+            if mode not in get_args(Mode):
+                raise InputError(f"mode {mode!r} is unknown; use {', '.join(get_args(Mode))}")
+            overrides["step_graph"] = mode != "eager"
+            overrides["adaptive"] = mode == "adaptive"
         if isinstance(backend, str):
             overrides["backend"] = backend
             backend = None
         settings = Settings.from_env(environ, **overrides)
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(Checkpoint.open(path))
+            checkpoint = stack.enter_context(Checkpoint.open(path, direct_reads=settings.direct_reads))
             engine = cls(
                 checkpoint,
                 settings,
                 schedule=schedule,
                 expert_slots=expert_slots,
+                host_slots=host_slots,
                 backend=backend,
                 progress=progress,
             )
@@ -222,7 +249,7 @@ class Engine:
 
     # ---- building
 
-    def _build(self, stack: ExitStack, expert_slots: int | None, progress: Progress | None) -> None:
+    def _build(self, stack: ExitStack, asked: Asked, progress: Progress | None) -> None:
         cfg, settings, backend = self.config, self.settings, self.backend
 
         def own(resource: _T, close: Callable[[_T], None]) -> _T:
@@ -251,35 +278,68 @@ class Engine:
         work = self.buffers.mix_work
         backend.fill(work.ptr, 0, work.nbytes, self.stream, work.name)
         self.block = own(SequenceBlock(backend, cfg), SequenceBlock.close)
-        n_slots = self._slot_count(expert_slots)
         layout = self._source.expert_layout
-        self.cache = ExpertCache(cfg.n_layers, cfg.n_experts, n_slots, evict_random_pct=settings.evict_random_pct)
-        self.arena = own(ExpertArena(backend, layout, n_slots, cfg.top_k, self.stream), ExpertArena.close)
+        n_slots, self._pool, host_slots = self._open_tiers(asked)
+        own(self._pool, PinnedPool.close)
+        self.cache = ExpertCache(
+            cfg.n_layers,
+            cfg.n_experts,
+            n_slots,
+            host_slots=host_slots,
+            pool_slots=self._pool.n_slots if host_slots else 0,
+            policy=settings.evict_policy,
+            evict_random_pct=settings.evict_random_pct,
+        )
+        self.arena = own(
+            ExpertArena(backend, layout, n_slots, self._pool.base, cfg.top_k, self.stream), ExpertArena.close
+        )
         self.table = own(SlotTable(backend, self.cache, self.stream), SlotTable.close)
         self._fetcher = own(
-            ExpertFetcher(backend, self.cache, self.arena, self._source, cfg.top_k), ExpertFetcher.close
+            ExpertFetcher(backend, self.cache, self.arena, self._pool, self._source, settings.reader_threads),
+            ExpertFetcher.close,
         )
+        self._mover = None
+        if n_slots and host_slots:
+            self._mover = own(
+                Mover(backend, self.cache, self.arena, self._pool, self.table, keep=cfg.top_k), Mover.close
+            )
+            own(self._mover, Mover.drain)
+        self.device_route = self._device_route_usable()
+        guess = None
+        if settings.prefetch and self._prefetch_usable():
+            guess = own(GuessBuffers(backend, cfg.n_experts, cfg.top_k), GuessBuffers.close)
         self.router = own(
             MoeRouter(
                 backend,
                 RouteConfig(cfg.n_experts, cfg.top_k, cfg.gate_temperature, cfg.route_scale, cfg.norm_topk_prob),
-                PlanBuffers(self.buffers.logits, self.buffers.ptrs_dev),
+                PlanBuffers(self.buffers.logits, self.buffers.ptrs_dev, guess.header if guess is not None else 0),
                 self.arena,
                 self.cache,
                 self.table,
+                self._pool,
                 self._fetcher,
+                self._mover,
                 [self._router_bias(i) for i in range(cfg.n_layers)],
                 diag=settings.device_route_diag,
             ),
             MoeRouter.close,
         )
-        self.device_route = self._device_route_usable()
         step_graph = self._step_graph_usable()
         snapshots = None
         if step_graph:
             snapshots = own(Snapshots(backend, self.buffers.saved, cfg.n_layers), Snapshots.close)
+        entries = own(Entries(backend, cfg, self.buffers), Entries.close)
         builder = LaunchBuilder(
-            backend, cfg, self._weights, self.buffers, self.block.ptr, engram, self.arena, self.table, self.max_context
+            backend,
+            cfg,
+            self._weights,
+            self.buffers,
+            self.block.ptr,
+            engram,
+            self.arena,
+            self.table,
+            guess,
+            self.max_context,
         )
         self.layers = [builder.layer(i) for i in range(cfg.n_layers)]
         self.head_launch = builder.head()
@@ -289,6 +349,7 @@ class Engine:
             buf.streams,
             buf.normed,
             self.arena.base,
+            self.arena.host_base,
             self.table.table.ptr,
             self.arena.headers_ptr,
         )
@@ -303,6 +364,7 @@ class Engine:
             engram,
             self.router,
             snapshots,
+            entries,
             baked,
             self.fork,
             device_route=self.device_route,
@@ -317,6 +379,7 @@ class Engine:
             backend, self.bodies, self.stream, step_graph=step_graph, log=settings.step_graph_log
         )
         own(self.machine, StepMachine.close)
+        self._adaptive = Adaptive(self.machine.seg) if settings.adaptive and self.machine.step_graph else None
         backend.synchronize(self.stream)  # what failed in loading is raised here, not by the first token
 
     def _router_bias(self, layer: int) -> NDArray[np.float32]:
@@ -328,30 +391,36 @@ class Engine:
             raise CheckpointError(f"tensor {name!r}: value {at} is {bias[at]}; a router bias must be finite")
         return bias
 
-    def _slot_count(self, asked: int | None) -> int:
-        """Expert slots: as asked, or what the budget holds, at most one for every expert."""
-        cfg = self.config
-        everything = cfg.n_layers * cfg.n_experts
-        if asked is not None:
-            if asked < cfg.top_k:
-                raise ConfigError(
-                    f"{asked} expert slots are fewer than one token's working set of {cfg.top_k} (top-k); "
-                    "raise --expert-slots (expert_slots)"
-                )
-            return min(asked, everything)
-        size = slot_nbytes(self._source.expert_layout)
-        free, _ = self.backend.memory_info()
-        gib = self.settings.expert_cache_gib
-        budget = int(free * _ARENA_SHARE) if gib is None else int(gib * 2**30)
-        fits = budget // size - 1  # slot 0 is reserved
-        if fits < cfg.top_k:
-            raise ConfigError(
-                f"the expert budget of {budget} bytes holds {max(fits, 0)} experts of {size} bytes beside the reserved "
-                f"slot, fewer than one token's working set of {cfg.top_k}; raise DS41RT_EXPERT_CACHE_GIB"
-            )
-        n_slots = min(fits, everything)
-        log.info("expert budget", slots=n_slots, of=everything, budget_nbytes=budget, free_nbytes=free)
-        return n_slots
+    def _open_tiers(self, asked: Asked) -> tuple[int, PinnedPool, int]:
+        """(Device slots, the pinned pool, host slots): as asked, or what there is room for."""
+        cfg, settings, backend = self.config, self.settings, self.backend
+        everything, size = cfg.n_layers * cfg.n_experts, slot_nbytes(self._source.expert_layout)
+        memory = Memory(
+            backend.memory_info()[0],
+            _N_SEQUENCES * sequence_nbytes(cfg, self.max_context),
+            available_nbytes(),
+            backend.unified_memory,
+        )
+        budget = plan_budget(asked, memory, n_experts=everything, top_k=cfg.top_k, slot_nbytes=size)
+        pool, host_slots = open_pool(
+            backend,
+            size,
+            self._source.expert_layout.nbytes,
+            host_slots=budget.host_slots,
+            spare_slots=settings.staging_slots,
+            least_host=max(0, cfg.top_k - budget.device_slots),
+            least_spare=min(settings.staging_slots, cfg.top_k),
+        )
+        log.info(
+            "expert budget",
+            of=everything,
+            device_slots=budget.device_slots,
+            device=budget.device_reason,
+            host_slots=host_slots,
+            host=budget.host_reason,
+            staging_slots=pool.n_slots - host_slots,
+        )
+        return budget.device_slots, pool, host_slots
 
     def _device_route_usable(self) -> bool:
         if not self.settings.device_route:
@@ -371,8 +440,13 @@ class Engine:
             )
         return fits
 
+    def _prefetch_usable(self) -> bool:
+        if not self.device_route:
+            log.warning("prefetch not usable", reason="experts are routed on the host")
+        return self.device_route
+
     def _step_graph_usable(self) -> bool:
-        if not self.settings.step_graph:
+        if not (self.settings.step_graph or self.settings.adaptive):
             return False
         if not self.settings.device_route:
             log.warning("step graph not usable, the step runs eagerly", reason="the device route is off")
@@ -422,12 +496,14 @@ class Engine:
             seq.position = position
 
     def preload(self, layer: int, experts: Sequence[int]) -> None:
-        """Make experts of `layer` resident ahead of use, top-k at a time. Raises `CacheError`, `CheckpointError`."""
+        """Make experts of `layer` resident ahead of use, top-k at a time: on the device while it has empty slots, then
+        in the host tier. Raises `CacheError`, `CheckpointError`."""
         with self._exclusive():
             for i in range(0, len(experts), self.config.top_k):
                 self.cache.begin_epoch()
                 self._fetcher.fetch(layer, experts[i : i + self.config.top_k], self.stream, count=False)
             self.backend.synchronize(self.stream)
+            self._pool.drained()
 
     def decode_step(self, seq: DecodeSequence, token: int) -> NDArray[np.float32]:
         """Process one token; returns the logits float32[vocab] for the next.
@@ -445,6 +521,8 @@ class Engine:
             seq.started = position + 1
             self.bodies.bind(step, token, position)
             self._stepping = True
+            if self._adaptive is not None:
+                self._adaptive.token_starts()
             try:
                 self.machine.run_token(position)
                 self.backend.launch(self.head_launch, self.stream)
@@ -463,6 +541,9 @@ class Engine:
             finally:
                 self._stepping = False
             self._seen.take(self)
+            self.router.end_token()
+            if self._adaptive is not None:
+                self._adaptive.token_ended()
             seq.position = position + 1  # last: an interrupt before it leaves the token to be stepped again
             return logits
 
@@ -484,7 +565,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters of completed tokens, and what is allocated now."""
         seg = self.machine.seg
-        seen = self._seen
+        seen, ahead, mover = self._seen, self._fetcher.ahead, self._mover
         device = pinned = 0
         for buf in self.backend.ledger():
             if hasattr(buf, "pinned"):
@@ -500,16 +581,27 @@ class Engine:
             falls=dict(seg.falls.items()),
             falls_by_layer=list(seg.falls_by_layer),
             device_hits=seen.hits,
-            host_hits=0,
+            host_hits=seen.host_hits,
             misses=seen.misses,
-            expert_nbytes_read=self._fetcher.bytes_read,
+            promotions=0 if mover is None else mover.n_promoted,
+            demotions=0 if mover is None else mover.n_demoted,
+            prefetch_issued=ahead.n_issued,
+            prefetch_useful=ahead.n_useful,
+            prefetch_wasted=ahead.n_wasted,
+            prefetch_failed=ahead.n_failed,
+            expert_nbytes_read=self._fetcher.readers.nbytes_read,
+            expert_nbytes_moved=0 if mover is None else mover.nbytes_moved,
             expert_slots=self.cache.n_slots,
+            host_slots=self.cache.host_slots,
             device_nbytes=device,
             pinned_nbytes=pinned,
         )
 
     def observe(self, observer: StepObserver) -> None:
-        """Attach a trace or tool to every step. It may synchronise the stream: steps get slower."""
+        """Attach a trace or tool to every step. It may synchronise the stream: steps get slower.
+
+        The first observer makes the graphs be captured again, with copies of what enters each layer.
+        """
         self.bodies.observers += (observer,)
 
     def stop_observing(self, observer: StepObserver) -> None:
@@ -595,6 +687,7 @@ class Engine:
     def _after_failed_step(self, error: BaseException) -> None:
         """Drain what the step left on the streams; a sticky error closes the engine for good."""
         self._seen.drop(self)
+        self.router.end_token()
         if isinstance(error, CudaError) and error.sticky:
             return  # nothing to drain; `_exclusive` closes the engine
         try:
@@ -636,21 +729,29 @@ class Engine:
         self._sequences.discard(seq)
 
 
+def configured_backend(asked: str | None = None) -> str:
+    """The backend that `Engine.open` would ask for: `asked`, else DS41RT_BACKEND, else auto. Raises `ConfigError`."""
+    return Settings.from_env(environ, backend=asked).backend
+
+
 class _Counts:
     """Cache demand of completed tokens: a step that failed takes its counts with it."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.hits = 0
+        self.host_hits = 0
         self.misses = 0
 
     def take(self, engine: Engine) -> None:
         self.tokens += 1
         self.hits = engine.cache.hits
+        self.host_hits = engine.cache.host_hits
         self.misses = engine.cache.misses
 
     def drop(self, engine: Engine) -> None:
         engine.cache.hits = self.hits
+        engine.cache.host_hits = self.host_hits
         engine.cache.misses = self.misses
 
 

@@ -16,6 +16,10 @@ class CheckpointError(Ds41Error):
     """A checkpoint file is missing, truncated, corrupt or does not match the model configuration."""
 
 
+class CheckpointReadError(CheckpointError, OSError):
+    """The system failed to read a checkpoint file whose content is not at fault: trying again may work."""
+
+
 class InputError(Ds41Error, ValueError):
     """A value handed to the library (a token id, a prompt, a handle, an argument) is not usable."""
 

@@ -14,6 +14,8 @@ from ds41rt.errors import ConfigError
 PREFIX = "DS41RT_"
 BackendName = Literal["auto", "host", "cuda"]
 IndexKeys = Literal["intended", "reference"]
+DirectReads = Literal["auto", "on", "off"]
+EvictPolicy = Literal["oldest", "least-used"]
 
 # Names of an earlier design, on with exactly "1".
 ALIASES = {
@@ -24,6 +26,17 @@ ALIASES = {
     "ATLAS_DS41_TRACE": "trace",
 }
 
+_SWITCH = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "yes": True,
+    "0": False,
+    "false": False,
+    "off": False,
+    "no": False,
+}
+
 
 class Settings(BaseModel):
     """Every switch with its default; field `x` is the environment variable `DS41RT_X`."""
@@ -32,15 +45,23 @@ class Settings(BaseModel):
 
     backend: BackendName = "auto"
     step_graph: bool = False
+    adaptive: bool = False
     step_graph_log: bool = False
     device_route: bool = True
     device_route_diag: bool = False
     trace: bool = False
+    capture_watch: bool = False
     no_engram: bool = False
-    expert_cache_gib: float | None = Field(default=None, gt=0, le=1 << 20)
+    expert_cache_gib: float | None = Field(default=None, ge=0, le=1 << 20)
+    host_cache_gib: float | None = Field(default=None, ge=0, le=1 << 20)
+    evict_policy: EvictPolicy = "least-used"
     evict_random_pct: float = Field(default=8.0, ge=0, le=100)
     max_context: int | None = Field(default=None, ge=1)  # None: 4096, or what the model allows if that is less
     index_keys: IndexKeys = "intended"
+    direct_reads: DirectReads = "auto"
+    reader_threads: int = Field(default=8, ge=0, le=64)  # 0: the thread that needs an expert reads it
+    prefetch: bool = False
+    staging_slots: int = Field(default=16, ge=2, le=1024, multiple_of=2)  # a ring of two equal halves
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> "Settings":
@@ -77,23 +98,18 @@ def _parse(variable: str, raw: str, annotation: Any) -> Any:
     text = raw.strip()
     choices = get_args(annotation)
     if annotation is bool:
-        table = {
-            "1": True,
-            "true": True,
-            "on": True,
-            "yes": True,
-            "0": False,
-            "false": False,
-            "off": False,
-            "no": False,
-        }
-        if text.lower() in table:
-            return table[text.lower()]
+        if text.lower() in _SWITCH:
+            return _SWITCH[text.lower()]
         raise ConfigError(f"{variable}={raw!r} is not understood; use 1, true, on, yes, 0, false, off or no")
     if choices and all(isinstance(c, str) for c in choices):
         if text in choices:
             return text
-        raise ConfigError(f"{variable}={raw!r} is not understood; use one of {', '.join(choices)}")
+        hint = ""
+        if {"on", "off"} <= set(choices):
+            if text.lower() in _SWITCH:
+                return "on" if _SWITCH[text.lower()] else "off"
+            hint = "; 1, true, yes mean on and 0, false, no mean off"
+        raise ConfigError(f"{variable}={raw!r} is not understood; use one of {', '.join(choices)}{hint}")
     whole = annotation is int or int in choices
     number: Callable[[str], int | float] = int if whole else float
     try:

@@ -124,7 +124,7 @@ def test_verify_needs_a_golden_directory(tmp_path: Path, capsys: Capsys) -> None
     damaged = bytearray(whole)
     damaged[200:2000] = bytes(1800)
     run.write_bytes(damaged)
-    refused(str(run), "not a readable golden file")
+    refused(str(run), "cannot be read as a golden file")
     run.write_bytes(whole)
     refused(str(tmp_path / "g"), "no trace_s*.npz")
     trace = tmp_path / "g" / "trace_s00.npz"
@@ -154,3 +154,37 @@ def test_demo(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -
 
 def test_demo_with_too_few_tokens(capsys: Capsys) -> None:
     assert_refused(run_cli(capsys, "demo", "--tokens", 6), 2, "--tokens", "6")
+
+
+def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys) -> None:
+    done = run_cli(
+        capsys,
+        "bench-streaming",
+        "--backend",
+        "host",
+        "--preset",
+        "tiny",
+        "--layers",
+        4,
+        "--tokens",
+        3,
+        "--disk",
+        tmp_path,
+        "--disk-gb",
+        0.004,
+        "--json",
+    )
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    host, files = found["host_tier"], found["file_tier"]
+    assert (host["falls"], host["misses"], host["hits_per_token"]) == (0, 0, 24)
+    assert (files["experts"], files["at_a_time"]) == (384, 6)
+    assert min(found["touches_us"], host["host_us"], files["gb_per_s"], files["plain_gb_per_s"]) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--tokens", 0), ("--threads", 0), ("--disk-gb", 0), ("--experts-per-layer", 5), ("--layers", 99)]
+)
+def test_bench_streaming_refuses(capsys: Capsys, options: tuple[str, int]) -> None:
+    assert_refused(run_cli(capsys, "bench-streaming", "--preset", "tiny", *options), 2, str(options[1]))

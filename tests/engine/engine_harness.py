@@ -21,7 +21,9 @@ from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.testing.conformance.kernels import AFFINE
-from ds41rt.trace import TraceRecorder
+from ds41rt.trace.compare import first_difference
+from ds41rt.trace.file import Trace
+from ds41rt.trace.record import TraceRecorder
 
 Checkpoints = Callable[[str], Path]
 Call = Callable[[], Any]
@@ -119,7 +121,7 @@ def out_of_memory() -> CudaError:
 
 @dataclass(frozen=True)
 class Reference:
-    """The eager run: per token the logits, every layer's picks, a hash of the sequence's state and of the streams."""
+    """The eager run: per token the logits, every layer's picks, a hash of the sequence's state, and the whole trace."""
 
     path: Path
     max_context: int
@@ -127,11 +129,19 @@ class Reference:
     logits: NDArray[np.float32]
     picks: list[list[list[int]]]
     states: list[bytes]
-    streams: NDArray[np.uint64]
+    trace: Trace
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
+
+
+def check_trace(trace: TraceRecorder, ref: Reference, start: int) -> None:
+    """Everything that the trace saw, from position `start` on, is what the reference's trace saw."""
+    seen = trace.trace("run")
+    whole = ("version", "model", "about")
+    arrays = {k: v if k in whole else v[start : start + seen.n_positions] for k, v in ref.trace.arrays.items()}
+    assert first_difference(Trace("reference", ref.trace.config, arrays), seen) is None
 
 
 def text(engine: Engine, n_tokens: int, seed: int) -> list[int]:
@@ -158,9 +168,9 @@ def reference(path: Path, n_tokens: int = 220, *, seed: int = 7, max_context: in
             trace.end_token()
             picks.append([row.picks for row in engine.router.picks if row is not None])
             states.append(state_of(engine, backend, seq))
-        streams = cast(NDArray[np.uint64], trace.arrays()["streams_hash"])
+        recorded = trace.trace("reference")
         trace.close()
-    return Reference(path, max_context, tokens, np.stack(logits), picks, states, streams)
+    return Reference(path, max_context, tokens, np.stack(logits), picks, states, recorded)
 
 
 def state_of(engine: Engine, backend: HostBackend, seq: DecodeSequence) -> bytes:
@@ -194,6 +204,8 @@ class Run:
         **settings: Any,
     ) -> None:
         self.ref = ref
+        settings.setdefault("reader_threads", 0)  # threads have tests of their own, and these should be fast
+        settings.setdefault("evict_policy", "oldest")  # which `starve` can steer
         self._owns = backend is None
         self.probe = backend or ProbeBackend(schedule, hook)
         self.engine = Engine.open(
@@ -275,7 +287,7 @@ class Run:
         The same calls that a prefetcher would make. Wants strict LRU and a few more slots than the token has picks.
         """
         engine = self.engine
-        assert engine.settings.evict_random_pct == 0.0
+        assert (engine.settings.evict_policy, engine.settings.evict_random_pct) == ("oldest", 0.0)
         fetch, stream, gone = engine._fetcher.fetch, engine.stream, set(absent)
         self.load(absent)
         for layer, expert in self.strangers():

@@ -14,7 +14,8 @@ from engine_harness import Checkpoints, Reference, Run, check_counters, referenc
 from ds41rt.cu.backend import Stream
 from ds41rt.errors import Ds41Error
 from ds41rt.moe import route
-from ds41rt.moe.cache import ExpertCache, Triple
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.changes import Triple
 from ds41rt.moe.header import Fall
 from ds41rt.moe.route import MoeRouter
 from ds41rt.moe.slots import SlotTable

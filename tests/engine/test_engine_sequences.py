@@ -10,6 +10,7 @@ from engine_harness import SCHEDULES, Checkpoints, Run, check_counters, referenc
 
 from ds41rt.attn.sequence import SequenceBuffers
 from ds41rt.cu.backend import DeviceBuffer
+from ds41rt.cu.graphinfo import CopyNode, GraphNode, KernelNode
 
 
 def move_each_before_each_layer(run: Run, keep: list[DeviceBuffer]) -> None:
@@ -132,27 +133,34 @@ def test_a_baked_buffer_that_moved_is_captured_again(checkpoint: Checkpoints) ->
 def test_every_address_in_a_graph_is_baked_or_of_the_engine(checkpoint: Checkpoints) -> None:
     """No node names memory of a sequence or of the host, and all nodes are kernels and device copies."""
     with Run(reference(checkpoint("micro"))) as run:
-        nodes = []
+        nodes: list[GraphNode] = []
 
         def hook(name: str, args: tuple[int, ...], call: Callable[[], None]) -> None:
             if name == "instantiate":
-                nodes.extend(run.backend.graph_nodes(args[0]))  # type: ignore[arg-type] # a graph handle
+                nodes.extend(run.backend.describe_graph(args[0]).nodes)  # type: ignore[arg-type] # a graph handle
             return call()
 
         with run.hooked(hook):
             run.steps(2)
         assert len(nodes) > 50
-        assert {node.kind for node in nodes} == {"kernel", "d2d"}
-        operands = [operand for node in nodes for operand in node.operands]
-        assert {operand.space for operand in operands} == {"device"}
+        assert {node.kind for node in nodes} == {"kernel", "copy"}
+        addresses: list[int] = []
+        for node in nodes:
+            if isinstance(node.content, CopyNode):
+                assert (node.content.dst_space, node.content.src_space) == ("device", "device")
+                addresses += [node.content.dst, node.content.src]
+            else:
+                assert isinstance(node.content, KernelNode)
+                assert node.content.params is not None
+                addresses += [int.from_bytes(p.value, "little") for p in node.content.params if len(p.value) == 8]
         pinned = [buf for buf in run.backend.ledger() if hasattr(buf, "pinned")]
         of_sequences = list(run.seq.step.buffers._owned)
         assert pinned
         assert of_sequences
         for buf in (*pinned, *of_sequences):
             ptr = getattr(buf, "device_ptr", buf.ptr)
-            for operand in operands:
-                assert not ptr <= operand.addr < ptr + buf.nbytes, f"{operand} lies in {buf.name}"
+            for addr in addresses:
+                assert not ptr <= addr < ptr + buf.nbytes, f"{addr:#x} lies in {buf.name}"
 
 
 def test_a_sequence_that_does_not_fit_changes_nothing(checkpoint: Checkpoints) -> None:

@@ -20,6 +20,7 @@ from engine_harness import (
     Reference,
     Run,
     call_site,
+    check_trace,
     out_of_memory,
     plant_fault,
     reference,
@@ -28,7 +29,7 @@ from engine_harness import (
 from ds41rt.cu.backend import Stream
 from ds41rt.cu.result import CudaError
 from ds41rt.errors import Ds41Error
-from ds41rt.trace import TraceRecorder
+from ds41rt.trace.record import TraceRecorder
 
 ORDERING = ("record", "wait", "synchronize", "synchronize_event")
 N_RANDOM = 12
@@ -72,13 +73,13 @@ def traced(ref: Reference, backend: ProbeBackend) -> None:
         for _ in range(8):
             run.step()
             trace.end_token()
-        np.testing.assert_array_equal(trace.arrays()["streams_hash"], ref.streams[:8])
+        check_trace(trace, ref, 0)
         trace.close()
 
 
 def fetched_ahead(ref: Reference, backend: ProbeBackend) -> None:
     """Experts move between tokens, many at a time, and nobody synchronises between the fetches."""
-    with Run(ref, slots=16, evict_random_pct=0.0, backend=backend) as run:
+    with Run(ref, slots=16, evict_random_pct=0.0, staging_slots=2, backend=backend) as run:
         run.steps(3)
         for layer in range(run.engine.config.n_layers):
             run.starve([(layer, expert) for expert in run.picks()[layer]])
@@ -100,8 +101,7 @@ def told_often(ref: Reference, backend: ProbeBackend) -> None:
 
 def a_copy_fails(ref: Reference, backend: ProbeBackend) -> None:
     """The first of two experts is on its way when the copy of the second fails; the next fetch follows at once."""
-    with Run(ref, slots=20, backend=backend) as run:
-        run.steps(3)
+    with Run(ref, slots=20, staging_slots=2, backend=backend) as run:
         outer, seen, stream = backend.hook, 0, run.engine.stream
         cache, arena, fetch = run.engine.cache, run.engine.arena, run.engine._fetcher.fetch
 
@@ -118,13 +118,51 @@ def a_copy_fails(ref: Reference, backend: ProbeBackend) -> None:
         with pytest.raises(CudaError):
             fetch(0, absent[:2], stream, count=False)
         backend.hook = outer
-        fetch(0, absent[2:3], stream, count=False)
+        fetch(0, absent[2:4], stream, count=False)
         backend.inner.synchronize(stream)
-        for expert in absent[:1], absent[2:3]:
+        for expert in absent[:1], absent[2:3], absent[3:4]:
             bytes_read = np.empty(arena.layout.nbytes, np.uint8)
             run.engine._source.read_expert(0, expert[0], bytes_read)
             on_device = backend.inner.memory.bytes(arena.slot_ptr(cache.slot_of(0, expert[0])), arena.layout.nbytes)
             assert np.array_equal(on_device, bytes_read)
+
+
+def two_tiers(ref: Reference, backend: ProbeBackend) -> None:
+    """Experts are read in place, promoted and demoted while tokens run."""
+    with Run(ref, slots=12, host_slots=24, backend=backend) as run:
+        decode(run, 24)
+        assert run.stats().promotions > 0
+
+
+def moves_at_once(ref: Reference, backend: ProbeBackend) -> None:
+    """The victims of the first moves are still being copied to the device when the token starts."""
+    with Run(ref, slots=3, host_slots=12, backend=backend) as run:
+        for layer in (0, 1, 1):
+            run.engine.cache.begin_epoch()
+            run.engine._fetcher.fetch(layer, [13, 14, 15], run.engine.stream, count=False)
+        run.steps(6)
+        assert run.stats().demotions > 0
+
+
+def a_move_fails(ref: Reference, backend: ProbeBackend) -> None:
+    """No event stands for the copy of a victim: its slot is not used again before the copy is complete."""
+    with Run(ref, slots=12, host_slots=24, staging_slots=4, backend=backend) as run:
+        run.steps(6)
+        outer, saved, failed = backend.hook, False, 0
+
+        def hook(name: str, args: tuple[Any, ...], call: Call) -> Any:
+            nonlocal saved, failed
+            saved |= "expert.save" in args
+            if name == "record" and saved:
+                saved = False
+                failed += 1
+                raise out_of_memory()
+            return call() if outer is None else outer(name, args, call)
+
+        backend.hook = hook
+        run.steps(12)
+        backend.hook = outer
+        assert failed > 1
 
 
 class InterruptAt:
@@ -193,6 +231,33 @@ def closed_with_work_in_flight(ref: Reference, backend: ProbeBackend) -> None:
             call()
 
 
+def closed_with_moves_in_flight(ref: Reference, backend: ProbeBackend) -> None:
+    """What is freed at close is still being copied to and from."""
+    with Run(ref, slots=12, host_slots=24, backend=backend) as run:
+        mover = run.engine._mover
+        assert mover is not None
+        while not any(batch.transfers for batch in mover._batches):
+            run.step()
+        complete = left_in_flight(backend, mover._streams[0])
+        run.engine.close()
+        complete()
+
+
+def host_slots_reused_after_an_interrupt(ref: Reference, backend: ProbeBackend) -> None:
+    """Kernels that nobody has drained read pool slots in place, when others are read into the slots they leave."""
+    with Run(ref, slots=0, host_slots=3, staging_slots=4, mode="eager", backend=backend) as run:
+        run.steps(2)
+        outer = backend.hook
+        backend.hook = InterruptAt("L03.attn_in", outer, drains=True)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        backend.hook = outer
+        for layer in range(3):
+            run.engine.cache.begin_epoch()
+            run.engine._fetcher.fetch(layer, [0, 1, 2], run.engine.stream, count=False)
+        run.steps(3)
+
+
 def opened_in_vain(ref: Reference, backend: ProbeBackend) -> None:
     """The last allocation of an engine fails; work enqueued before may use what is freed now."""
     outer, complete = backend.hook, []
@@ -255,6 +320,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     step_graph,
     eager,
     fetched_ahead,
+    two_tiers,
+    moves_at_once,
+    a_move_fails,
+    closed_with_moves_in_flight,
+    host_slots_reused_after_an_interrupt,
     told_often,
     a_copy_fails,
     interrupted_in_the_clean_up_too,

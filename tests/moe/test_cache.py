@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds41rt.errors import CacheError, InputError
-from ds41rt.moe.cache import ExpertCache, FetchPlan, Ticket, TicketState, reads_failed
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.plan import FetchPlan, Ticket, TicketState, reads_failed
 
 Key = tuple[int, int]
 
@@ -89,8 +90,7 @@ class Model:
                 assert victim in self.oldest()
                 self.ages.remove(victim)  # out of the order while it is reserved
         assert len({t.slot for t in plan.tickets}) == len(plan.tickets)
-        assert 0 not in plan.slots
-        assert plan.slots == [self.where.get(k) or next(t.slot for t in plan.tickets if t.expert == k[1]) for k in keys]
+        assert all(0 < t.slot <= cache.n_slots and not t.to_host for t in plan.tickets)
         given_back: list[Key] = []
         for ticket, victim in zip(plan.tickets, victims, strict=True):
             what = fate()
@@ -249,7 +249,8 @@ def test_equal_seeds_give_equal_victims() -> None:
     def trace(seed: int) -> list[int]:
         cache = ExpertCache(2, 64, 40, evict_random_pct=50.0, seed=seed)
         rng = random.Random(0)
-        return [s for _ in range(300) for s in fill(cache, rng.randrange(2), rng.sample(range(64), 6)).slots]
+        plans = [fill(cache, rng.randrange(2), rng.sample(range(64), 6)) for _ in range(300)]
+        return [ticket.slot for plan in plans for ticket in plan.tickets]
 
     assert trace(7) == trace(7)
     assert trace(7) != trace(8)
@@ -280,8 +281,8 @@ def test_hits_of_the_same_call_are_no_victims() -> None:
     """All slots are resident; five hits and one miss in one call leave exactly one slot to give up."""
     cache = ExpertCache(1, 32, 6, evict_random_pct=100.0)
     fill(cache, 0, [0, 1, 2, 3, 4, 5])
-    plan = fill(cache, 0, [9, 1, 2, 3, 4, 5])
-    assert [cache.slot_of(0, e) for e in (9, 1, 2, 3, 4, 5)] == plan.slots
+    (ticket,) = fill(cache, 0, [9, 1, 2, 3, 4, 5]).tickets
+    assert [cache.slot_of(0, e) for e in (9, 1, 2, 3, 4, 5)] == [ticket.slot, 2, 3, 4, 5, 6]
     assert cache.slot_of(0, 0) == 0
     with pytest.raises(CacheError):
         cache.plan_fetch(0, [20])  # the same epoch: everything is pinned
@@ -307,14 +308,14 @@ def test_every_read_fails_and_the_token_asks_again() -> None:
         cache.evict(ticket)
         cache.commit(ticket)
     assert (cache.hits, cache.misses, cache.failed, cache.evictions) == (0, 4, 3, 3)
-    assert again.slots[0] == again.slots[3] == cache.slot_of(0, 20)
+    assert again.tickets[0].slot == cache.slot_of(0, 20)
 
 
 def test_empty_slots_given_back_are_handed_out_in_the_same_order() -> None:
     cache = ExpertCache(1, 32, 8)
     plan = cache.plan_fetch(0, [20, 21, 22])
     cache.abort(plan)
-    assert cache.plan_fetch(0, [5, 6, 7, 8]).slots == [*plan.slots, 4]
+    assert [t.slot for t in cache.plan_fetch(0, [5, 6, 7, 8]).tickets] == [*(t.slot for t in plan.tickets), 4]
 
 
 def test_memory_does_not_grow() -> None:
@@ -345,7 +346,7 @@ def test_a_failure_after_the_eviction_leaves_an_empty_slot() -> None:
     assert cache.slot_of(0, 10) == 0
     assert cache.key_of(ticket.slot) is None
     assert cache.changes().triples == [(0, 0, -1)]
-    assert fill(cache, 0, [11]).slots == [ticket.slot]  # the empty slot is used before any victim
+    assert [t.slot for t in fill(cache, 0, [11]).tickets] == [ticket.slot]  # the empty slot is used before any victim
     assert cache.evictions == 1
 
 

@@ -46,7 +46,7 @@ def test_layout() -> None:
     picks = [383, 0, 17, 256, 5, 100]
     slots = [3, ABSENT, 6600, HOST_SLOT_BIT | 9, 1, 2]
     weights = write_row(rows, 39, picks, slots, MISS | NOT_FINITE)
-    row = parse(rows, 39, N_EXPERTS)
+    row = parse(39, rows[39].tolist(), N_EXPERTS)
     rows[:] = 7  # the row is a copy
     assert (row.layer, row.flag, row.picks, row.plan_slots) == (39, 3, picks, slots)
     assert row.weights.dtype == np.float32
@@ -61,24 +61,24 @@ def test_a_pick_out_of_range_is_refused_by_layer_and_value(at: int, wrong: int) 
     rows = noise()
     write_row(rows, 11, picks, [1] * K)
     with pytest.raises(HeaderError, match=f"layer 11: pick {wrong} is outside 0..383"):
-        parse(rows, 11, N_EXPERTS)
+        parse(11, rows[11].tolist(), N_EXPERTS)
 
 
 def test_a_repeated_pick_and_an_unknown_flag_are_refused() -> None:
     rows = noise()
     write_row(rows, 3, [1, 2, 3, 4, 5, 2], [1] * K)
     with pytest.raises(HeaderError, match=r"layer 3: a pick occurs twice in \[1, 2, 3, 4, 5, 2\]"):
-        parse(rows, 3, N_EXPERTS)
+        parse(3, rows[3].tolist(), N_EXPERTS)
     write_row(rows, 3, [1, 2, 3, 4, 5, 6], [1] * K, flag=4)
     with pytest.raises(HeaderError, match="layer 3: flag 0x4 has unknown bits"):
-        parse(rows, 3, N_EXPERTS)
+        parse(3, rows[3].tolist(), N_EXPERTS)
 
 
 def test_every_row_of_noise_is_refused() -> None:
     rows = noise(5)
     for layer in range(SLOT_TABLE_LAYERS):
         with pytest.raises(HeaderError, match=f"layer {layer}:"):
-            parse(rows, layer, N_EXPERTS)
+            parse(layer, rows[layer].tolist(), N_EXPERTS)
 
 
 def resident_row(cache: ExpertCache, rows: NDArray[np.int32], layer: int, picks: list[int]) -> None:
@@ -97,7 +97,7 @@ def test_slots_agree_finds_each_wrong_slot() -> None:
     picks, other = rng.sample(range(N_EXPERTS), K), rng.sample(range(N_EXPERTS), K)
     resident_row(cache, rows, 2, picks)
     resident_row(cache, rows, 3, other)
-    row = parse(rows, 2, N_EXPERTS)
+    row = parse(2, rows[2].tolist(), N_EXPERTS)
     assert slots_agree(row, cache) is None
     for i, expert in enumerate(sorted(picks)):
         right = row.plan_slots[i]
@@ -117,4 +117,4 @@ def test_slots_agree_is_in_ascending_order_of_experts_not_in_pick_order() -> Non
     picks = [300, 7, 120, 4, 250, 9]
     resident_row(cache, rows, 0, picks)
     write_row(rows, 0, picks, [cache.slot_of(0, e) for e in picks])
-    assert slots_agree(parse(rows, 0, N_EXPERTS), cache) == (4, cache.slot_of(0, 300))
+    assert slots_agree(parse(0, rows[0].tolist(), N_EXPERTS), cache) == (4, cache.slot_of(0, 300))

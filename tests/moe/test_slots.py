@@ -12,7 +12,8 @@ from ds41rt.cu.backend import HostBuffer
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import InputError
-from ds41rt.moe.cache import ExpertCache, Triple
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.changes import Triple
 from ds41rt.moe.header import ABSENT, SLOT_TABLE_LAYERS
 from ds41rt.moe.slots import SlotTable
 

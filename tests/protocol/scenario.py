@@ -5,6 +5,7 @@ A scenario is a line of words. A word is a sequence's name, a to d, and what hap
     a               step one token of sequence a, which is made on first use; a*5 steps five
     a/miss=1.0+3.2  step with picks absent: of layer 1 the best, of layer 3 the third; all others resident. `miss=all`,
                     `miss=` (none)
+    a/host=1.0+3.2  step with picks in the host tier, the others as `miss` says. `host=all`
     a/wrong=2.1     step with a lie in the device slot table: the entry of that pick names another expert's slot
     a/lost=2.1      step with a gap in it: the entry says absent
     a/bake=3        step after address 3 that graphs bake has changed
@@ -33,13 +34,13 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from twin import MAX_CONTEXT, Expected, Reader, StreamsSeen, Twin, read_state
 
 from ds41rt.cu.backend import CaptureStatus, DeviceBuffer, GpuBackend, open_backend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.errors import CacheError, CheckpointError, ContextFullError, InputError
+from ds41rt.moe.header import HOST_SLOT_BIT
 
 Pick = tuple[int, int]
 """(layer, expert)"""
@@ -49,13 +50,17 @@ PRESET = "micro"
 
 @dataclass(frozen=True)
 class Scenario:
-    """`words` on an engine with `slots` expert slots (None: all). Its repr can be pasted into a test.
+    """`words` on an engine with `slots` expert slots (None: all) and `host` more in the host tier. Its repr can be
+    pasted into a test.
 
     `watch`: compare every layer's streams too, which waits for the device once a layer.
     """
 
     words: str
     slots: int | None = None
+    host: int = 0
+    prefetch: bool = False
+    threads: int = 0
     schedule: str = "lazy"
     mode: Literal["eager", "step-graph"] = "step-graph"
     watch: bool = False
@@ -184,8 +189,12 @@ class World:
             mode=s.mode,
             backend=cast(GpuBackend, self.probe),
             expert_slots=s.slots,
+            host_slots=s.host,
             max_context=MAX_CONTEXT,
+            evict_policy="oldest",
             evict_random_pct=0.0,
+            prefetch=s.prefetch,
+            reader_threads=s.threads,
         )
         cfg = self.engine.config
         self.owners = sorted(self.engine.machine.owners)
@@ -346,7 +355,9 @@ class World:
     def prepare(self, text: Text, expected: Expected, given: dict[str, str]) -> None:
         """Residency, table and buffers as the word says."""
         picks, bodies, captured = expected.picks, self.engine.bodies, self.engine.machine.seg.graphs
-        if "miss" in given:
+        if self.scenario.host and ("host" in given or "miss" in given):
+            self.place(picks, self.some(picks, given.get("host", "")), self.some(picks, given.get("miss", "")))
+        elif "miss" in given:
             self.starve(picks, self.some(picks, given["miss"]))
         for kind in ("wrong", "lost"):
             if kind in given:
@@ -435,30 +446,50 @@ class World:
         self.check_cache()
 
     def check_cache(self) -> None:
-        """Map and reverse map, slot table and arena say the same; no slot is lost; slot 0 is zero."""
+        """Map and reverse maps, slot table, arena and pool say the same; no slot is lost; slot 0 is zero."""
         engine = self.engine
-        cfg, cache, arena, table = engine.config, engine.cache, engine.arena, engine.table.table
+        cfg, cache, arena, table, pool = engine.config, engine.cache, engine.arena, engine.table.table, engine._pool
         self.reader.put(table.ptr, 4 * cfg.n_layers * cfg.n_experts, engine.stream)
         self.reader.put(arena.base, (cache.n_slots + 1) * arena.slot_nbytes, engine.stream)
         raw_table, raw_arena = self.reader.take(engine.stream)
         slots = raw_arena.reshape(-1, arena.slot_nbytes)[:, : arena.layout.nbytes]
         assert not slots[0].any(), "the reserved slot was written to"
         want = np.full((cfg.n_layers, cfg.n_experts), -1, np.int32)
-        keys = [(slot, key) for slot in range(1, cache.n_slots + 1) if (key := cache.key_of(slot)) is not None]
-        for slot, (layer, expert) in keys:
-            assert cache.slot_of(layer, expert) == slot
-            want[layer, expert] = slot
-        assert sum(bool(s) for row in cache._rows for s in row) == len(keys)
-        assert len(cache._empty) + len(keys) == cache.n_slots, "a slot was lost"
-        numbers = [layer * cfg.n_experts + expert for _, (layer, expert) in keys]
-        same: NDArray[np.bool_] = (slots[[slot for slot, _ in keys]] == self.twin.expert_bytes[numbers]).all(axis=1)
-        assert same.all(), (
-            f"slots without their expert's bytes: {[k for k, ok in zip(keys, same, strict=True) if not ok]}"
-        )
+        codes = [*range(1, cache.n_slots + 1), *(HOST_SLOT_BIT | i for i in range(1, cache.pool_slots + 1))]
+        keys = [(code, key) for code in codes if (key := cache.key_of(code)) is not None]
+        for code, (layer, expert) in keys:
+            assert cache.slot_of(layer, expert) == code
+            want[layer, expert] = code
+            at = pool.offset(code ^ HOST_SLOT_BIT) if code & HOST_SLOT_BIT else 0
+            got = pool.host.array[at : at + arena.layout.nbytes] if code & HOST_SLOT_BIT else slots[code]
+            assert np.array_equal(got, self.twin.expert_bytes[layer * cfg.n_experts + expert]), (
+                f"slot {code:#x} does not have the bytes of {layer}.{expert}"
+            )
+        assert sum(code != 0 for code in cache.codes) == len(keys)
+        on_device = {code for code, _ in keys if not code & HOST_SLOT_BIT}
+        targets = {code for code in cache._moving if not code & HOST_SLOT_BIT}
+        assert len(cache._empty) + len(on_device | targets) == cache.n_slots, "a slot was lost"
+        self.check_pool([code ^ HOST_SLOT_BIT for code, _ in keys if code & HOST_SLOT_BIT])
         got = raw_table.view(np.int32).reshape(want.shape)
         unknown = self.tampered | {(layer, expert) for layer, expert, _ in cache.changes().triples}
         differ = {(int(i), int(e)) for i, e in np.argwhere(got != want)} - unknown
         assert not differ, f"slot table entries that differ from the cache: {differ}"
+
+    def check_pool(self, held: list[int]) -> None:
+        """Every pool slot is in one state."""
+        engine = self.engine
+        pool, fetcher, cache = engine._pool, engine._fetcher, engine.cache
+        batches = [] if engine._mover is None else engine._mover._batches
+        moves = [transfer.spare for batch in batches for transfer in batch.transfers if transfer.spare]
+        staged = [slot for half in fetcher._halves for slot in half.slots]
+        ahead = [slot for slot, _ in fetcher.ahead._pending.values()]
+        waiting = [*(slot for slot, _ in pool._quarantined), *fetcher._unknown]
+        states = [*held, *moves, *staged, *ahead, *waiting, *pool._spare, *pool._left]
+        assert sorted(states) == list(range(1, pool.n_slots + 1)), "a pool slot was lost or is in two states"
+        assert len(held) <= cache.host_slots + cache._n_in_transit
+        s = engine.stats()
+        assert s.prefetch_useful + s.prefetch_wasted + s.prefetch_failed == s.prefetch_issued
+        assert ahead == []
 
     # ---- disturbances
 
@@ -507,9 +538,12 @@ class World:
         return [(layer % len(picks), picks[layer % len(picks)][which % len(picks[0])]) for layer, which in pairs]
 
     def another_slot(self, layer: int, expert: int) -> int:
-        """A slot that does not hold this expert."""
-        mine = self.engine.cache.slot_of(layer, expert)
-        return 1 + mine % self.engine.cache.n_slots
+        """A slot that does not hold this expert. Of the pool one that holds another: the others are written to."""
+        cache = self.engine.cache
+        mine = cache.slot_of(layer, expert)
+        if cache.n_slots:
+            return 1 + mine % cache.n_slots
+        return next(code for code in cache.codes if code not in (0, mine))
 
     def starve(self, picks: list[list[int]], absent: list[Pick]) -> None:
         """Make exactly `absent` of these picks absent, as far as the number of slots allows."""
@@ -526,6 +560,55 @@ class World:
                 else:
                     cache.touch(cache.slot_of(layer, expert))
         self.load(picks, absent)  # now the strangers are the oldest, and make room when the step fetches
+
+    def place(self, picks: list[list[int]], in_host: list[Pick], absent: list[Pick]) -> None:
+        """Put some picks into the host tier and some nowhere, by hand, as far as there are slots; the rest anywhere."""
+        engine, cache, pool = self.engine, self.engine.cache, self.engine._pool
+        if cache.n_slots + cache.host_slots - cache.n_moving < len(picks) * engine.config.top_k + 2:
+            return
+        self.load(picks, absent)
+        self.backend.synchronize(engine.stream)
+        pool.drained()
+        if engine._mover is not None and any(cache.slot_of(*pick) in cache._moving for pick in [*absent, *in_host]):
+            for _ in range(3):
+                cache.take_used_in_host()  # no new moves
+                engine._mover.drain()
+                engine._mover.advance(engine.stream)
+            self.backend.synchronize(engine.stream)
+            pool.drained()
+        cache.begin_epoch()
+        wanted = {layer * cache.n_experts + e for layer, experts in enumerate(picks) for e in experts}
+        for layer, expert in absent:
+            self.drop(layer * cache.n_experts + expert)
+        for layer, expert in in_host:
+            key = layer * cache.n_experts + expert
+            if cache.codes[key] & HOST_SLOT_BIT or (layer, expert) in absent or not self.drop(key):
+                continue
+            if cache._host.n_keys >= cache.host_slots:
+                strangers = [k for k in cache._host.keys if k >= 0 and k not in wanted]
+                if not any(self.drop(k) for k in strangers):
+                    continue
+            slot = pool.take()
+            if slot:
+                engine._source.read_expert(layer, expert, pool.for_reader(slot))
+                cache._host.put(slot, key)
+                cache._place(key, HOST_SLOT_BIT | slot)
+                cache.begin_epoch()
+
+    def drop(self, key: int) -> bool:
+        """Make a key absent, by hand; False if a move holds it."""
+        cache, code = self.engine.cache, self.engine.cache.codes[key]
+        if code in cache._moving:
+            return False
+        if code & HOST_SLOT_BIT:
+            cache._host.policy.remove(code ^ HOST_SLOT_BIT)
+            cache._unmap(cache._host.drop(code ^ HOST_SLOT_BIT))
+            self.engine._pool.give(code ^ HOST_SLOT_BIT)
+        elif code:
+            cache._device.policy.remove(code)
+            cache._unmap(cache._device.drop(code))
+            cache._empty.append(code)
+        return True
 
     def load(self, picks: list[list[int]], but: list[Pick]) -> None:
         self.engine.cache.begin_epoch()

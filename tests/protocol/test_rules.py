@@ -158,6 +158,8 @@ def test_an_observer_is_told_the_size_of_every_part(world: World) -> None:
     assert sizes == {
         **dict.fromkeys(("streams_in", "streams", "streams_out", "segment_streams"), streams),
         **dict.fromkeys(("normed", "attn_out", "moe_in", "segment_hidden"), row),
+        "mix_in": 4 * cfg.hc_mult,
+        "mixes": 4 * cfg.hc_mult * (2 + cfg.hc_mult),
     }
     assert ends == {(part, layer) for part in ("segment_streams", "segment_hidden") for layer in (0, 2, 3)}
 

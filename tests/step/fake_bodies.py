@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds41rt.cu.backend import CaptureStatus, Event, Graph, GraphExec, Stream
+from ds41rt.cu.graphinfo import GraphInfo, GraphNode
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.moe.header import Fall, FallKind
 from ds41rt.step.state import Classes, Fork
@@ -54,6 +55,7 @@ class FakeBackend:
         self.unjoined: set[Stream] = set()
         self.alive: dict[int, str] = {}
         self.content: dict[int, list[Op]] = {}
+        self.more_kinds: tuple[str, ...] = ()  # nodes that a graph has besides what was enqueued
         self._next = 100
         self.stream = self.create_stream("compute")
         self.timeline.clear()
@@ -100,7 +102,7 @@ class FakeBackend:
     def destroy_stream(self, stream: Stream) -> None:
         self.tick("destroy_stream", lambda: self._drop(stream))
 
-    def create_event(self, name: str) -> Event:
+    def create_event(self, name: str, *, timing: bool = False) -> Event:
         return Event(self.tick(f"create_event {name}", lambda: self._new(name)))
 
     def destroy_event(self, event: Event) -> None:
@@ -160,6 +162,11 @@ class FakeBackend:
     def abort_capture(self, stream: Stream) -> None:
         if stream in self.in_capture:
             self.tick(f"abort@{self.name_of(stream)}", lambda: self._leave_capture(stream))
+
+    def describe_graph(self, graph: Graph) -> GraphInfo:
+        kinds = ("kernel",) * len(self.content[graph]) + self.more_kinds
+        nodes = tuple(GraphNode(i, kind, (), None, f"node {i}") for i, kind in enumerate(kinds))
+        return GraphInfo(self.tick("describe", lambda: nodes))
 
     def instantiate(self, graph: Graph) -> GraphExec:
         def effect() -> int:

@@ -112,7 +112,7 @@ def eager(layer: int) -> list[str]:
 
 
 RECORDING_NAMES = ["step recording", "step recording side", "recorded fork", "recorded join"]
-CLOSE = ["end@cap", "instantiate", "destroy_graph"]
+CLOSE = ["end@cap", "describe", "instantiate", "destroy_graph"]
 
 
 # ---- geometry
@@ -400,7 +400,7 @@ def run_scenario(rig: Rig, right: list[dict[str, Any]]) -> list[BaseException]:
 
 
 ALL_TICKS = ticks_of_a_run()
-RECORDING = ("create_", "begin@", "end@", "instantiate")
+RECORDING = ("create_", "begin@", "end@", "describe", "instantiate")
 
 
 def belongs_to_a_recording(call: str) -> bool:
@@ -510,6 +510,22 @@ def test_an_unjoined_side_stream_is_a_failed_capture(monkeypatch: pytest.MonkeyP
     for position in range(1, 3):
         assert rig.token(position) == right[position]
     assert rig.seg.disabled
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["alloc", "free"])
+def test_a_graph_that_owns_memory_is_a_failed_capture(kind: str) -> None:
+    rig, right = Rig(), eager_states(3)
+    rig.token(0)
+    rig.backend.more_kinds = ("event", kind)
+    with capture_logs() as logs:
+        for position in range(1, 3):
+            assert rig.token(position) == right[position]
+    (error,) = [e["error"] for e in logs if e["log_level"] == "warning"]
+    for part in (f"would {kind} memory", "'node "):
+        assert part in error
+    assert rig.seg.disabled
+    assert "instantiate" not in rig.backend.timeline
     rig.close()
 
 

@@ -8,6 +8,7 @@ uploads that block and recaptures nothing.
 This file knows buffers and addresses; it must not know segments, routing or how a row is computed.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,17 @@ class BlockLayout:
         )
 
 
+def sequence_nbytes(cfg: ModelConfig, max_context: int) -> int:
+    """Device memory of one sequence's `SequenceBuffers`."""
+    row_nbytes = 2 * cfg.head_dim
+    total = cfg.n_layers * cfg.window * row_nbytes
+    for source in cfg.kv_source_layers:
+        rows = max(1, max_context // cfg.compress_ratios[source])
+        pool_nbytes = 4 * 4 * cfg.head_dim if cfg.compress_ratios[source] == 2 else 0
+        total += rows * (row_nbytes + 2 * cfg.index_head_dim) + pool_nbytes
+    return total
+
+
 class SequenceBuffers:
     """Device memory of one sequence: window rings, compressed rows, index keys, ratio-2 pool state.
 
@@ -93,6 +105,7 @@ class SequenceBuffers:
 
     def __init__(self, backend: GpuBackend, cfg: ModelConfig, max_context: int, name: str) -> None:
         self._backend = backend
+        self._name = name
         self._owned: list[DeviceBuffer] = []
         try:
             row_nbytes = 2 * cfg.head_dim
@@ -134,6 +147,14 @@ class SequenceBuffers:
     def pointers(self) -> list[int]:
         """Rings by layer, then compressed rows, index keys and pools by source: the order of the block's cells."""
         return [*self.ring, *self.comp.values(), *self.ikey.values(), *self.pool.values()]
+
+    def parts(self) -> Iterator[tuple[str, int, int]]:
+        """(name, address, bytes) of every ring and cache where it is now, in the order of `pointers`."""
+        names = [f"ring layer {layer}" for layer in range(len(self.ring))]
+        for what, cells in (("compressed rows", self.comp), ("index keys", self.ikey), ("pool", self.pool)):
+            names += [f"{what} layer {source}" for source in cells]
+        for name, ptr, nbytes in zip(names, self.pointers, self._sizes, strict=True):
+            yield f"{self._name} {name}", ptr, nbytes
 
     def copy_from(self, other: "SequenceBuffers", stream: Stream) -> None:
         """Enqueue copies of everything that `other`, of the same model and context, holds."""

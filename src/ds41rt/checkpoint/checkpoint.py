@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ds41rt.checkpoint.direct import DirectReader, DirectReads
 from ds41rt.checkpoint.engram_table import engram_constants
 from ds41rt.checkpoint.json_file import load_json
 from ds41rt.checkpoint.layout import ExpertLayout, expert_tensor, resident_tensors, text_tensors
@@ -56,7 +57,9 @@ class Checkpoint:
     does not have (draft layers, vision) are allowed and never read.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, shards: dict[str, Shard]) -> None:
+    def __init__(
+        self, directory: Path, config: ModelConfig, shards: dict[str, Shard], direct_reads: DirectReads = "auto"
+    ) -> None:
         self.directory = directory
         self.config = config
         self.expert_layout = ExpertLayout.of(config)
@@ -72,11 +75,15 @@ class Checkpoint:
             layer: tuple(self._where[f"layers.{layer}.engram.embed.{part}"] for part in ("weight", "scale"))
             for layer in config.engram_layers
         }
+        with_experts = dict.fromkeys(shard for entry in self._experts for shard in (entry[0], entry[2]))
+        self._expert_reader = DirectReader(with_experts, direct_reads)  # last: it opens files
 
     @classmethod
-    def open(cls, directory: str | Path) -> "Checkpoint":
+    def open(cls, directory: str | Path, *, direct_reads: DirectReads = "auto") -> "Checkpoint":
         """Open and check configuration, index, every shard, and every tensor of the text model.
 
+        `direct_reads`: whether `read_expert` goes past the page cache. "auto" does where the file system allows it,
+        "on" raises `UnsupportedError` naming the file where it does not, "off" does not; see `direct.DirectReader`.
         Raises `ConfigError` for a geometry that ds41rt does not implement and `CheckpointError` for everything wrong
         with the files; no file stays open then.
         """
@@ -90,7 +97,7 @@ class Checkpoint:
             for file in sorted(set(weight_map.values())):
                 shards[file] = Shard.open(directory / file)
             _check_index(directory / INDEX_FILE, weight_map, shards)
-            return cls(directory, config, shards)
+            return cls(directory, config, shards, direct_reads)
         except BaseException:
             for shard in shards.values():
                 shard.close()
@@ -98,6 +105,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files; a second call does nothing. The caller ends its reader threads first."""
+        self._expert_reader.close()
         for shard in self._shards:
             shard.close()
 
@@ -152,12 +160,16 @@ class Checkpoint:
         )
 
     def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        """A routed expert into `out` uint8[expert_layout.nbytes] as [w1|w2|w3|s1|s2|s3], with two positional reads."""
+        """A routed expert into `out` uint8[expert_layout.nbytes] as [w1|w2|w3|s1|s2|s3], from two places of the files.
+
+        Raises `CheckpointError`; its subtype `CheckpointReadError` (also an `OSError`) if trying again may help.
+        """
         weights, weights_off, scales, scales_off = self._expert(layer, expert)
         layout = self.expert_layout
         _require_bytes(out, (layout.nbytes,), "read_expert: out")
-        weights.read_at(weights_off, out[: layout.weights_nbytes], f"weights of layer {layer}, expert {expert}")
-        scales.read_at(scales_off, out[layout.weights_nbytes :], f"scales of layer {layer}, expert {expert}")
+        read, which = self._expert_reader.read, f"of layer {layer}, expert {expert}"
+        read(weights, weights_off, out[: layout.weights_nbytes], f"weights {which}")
+        read(scales, scales_off, out[layout.weights_nbytes :], f"scales {which}")
         self.check_expert_scales(layer, expert, out)
 
     def check_expert_scales(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds41rt.checkpoint.json_file import parse_json
-from ds41rt.errors import CheckpointError
+from ds41rt.errors import CheckpointError, CheckpointReadError
 
 DTYPE_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -94,9 +94,11 @@ def _read_exactly(path: Path, fd: int, off: int, out: NDArray[np.uint8], what: s
         try:
             n = os.preadv(fd, [out[done:].data], off + done)  # the kernel gives at most 2 GiB a call
         except OSError as e:
-            raise CheckpointError(f"{path}: {what}: read at offset {off + done} failed: {e.strerror}") from e
+            raise CheckpointReadError(f"{path}: {what}: read at offset {off + done} failed: {e.strerror}") from e
         if n == 0:
-            raise CheckpointError(f"{path}: {what}: the file ends {want - done} bytes too early")
+            raise CheckpointError(
+                f"{path}: {what}: the file ends {want - done} bytes too early, nothing is left at offset {off + done}"
+            )
         done += n
 
 

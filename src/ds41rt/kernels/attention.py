@@ -166,6 +166,11 @@ def _value_geometry(s: Scalars, n_sms: int) -> Geometry:
     return Geometry((s.head_dim // 32, -(-s.heads // 16), 1), 32 * warps, shared)
 
 
+def _rows_nbytes(s: Scalars) -> int:
+    """The rows of a full list."""
+    return int(2 * s.head_dim * (s.window + s.topk))
+
+
 _LIST = (
     r("ring_cell", U64, cell),
     r("comp_cell", U64, lambda s: (1 if s.topk else 0,)),
@@ -184,6 +189,7 @@ ATTN_SCORE = KernelSpec(
     _attn_score,
     _attn_score_spans,
     geometry=_score_geometry,
+    indirect_nbytes=_rows_nbytes,
 )
 
 ATTN_VALUE = KernelSpec(
@@ -199,4 +205,5 @@ ATTN_VALUE = KernelSpec(
     _attn_value,
     _attn_value_spans,
     geometry=_value_geometry,
+    indirect_nbytes=_rows_nbytes,
 )

@@ -114,6 +114,11 @@ def _down_geometry(s: Scalars, n_sms: int) -> Geometry:
     return matrix_geometry(n_sms, units(FP4, s.inter, tiles_of(FP4, s.dim), sets=s.top_k), shared_nbytes(FP4, s.inter))
 
 
+def _matrices_nbytes(s: Scalars, n: int) -> int:
+    """`n` expert matrices: a code is half a byte, a scale a byte per 32 codes."""
+    return int(n * s.inter * s.dim * 17 // 32)
+
+
 EXPERT_GATE_UP = KernelSpec(
     "expert_gate_up",
     (
@@ -128,6 +133,7 @@ EXPERT_GATE_UP = KernelSpec(
     _expert_gate_up,
     _expert_gate_up_spans,
     geometry=_gate_up_geometry,
+    indirect_nbytes=lambda s: _matrices_nbytes(s, 2 * s.top_k),
 )
 
 EXPERT_DOWN = KernelSpec(
@@ -142,6 +148,7 @@ EXPERT_DOWN = KernelSpec(
     _expert_down,
     _expert_down_spans,
     geometry=_down_geometry,
+    indirect_nbytes=lambda s: _matrices_nbytes(s, s.top_k),
 )
 
 MOE_COMBINE = KernelSpec(

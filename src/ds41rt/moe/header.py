@@ -7,7 +7,7 @@ whether it can be believed; it reads no device memory and decides nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ class HeaderError(Ds41Error):
     """A header row that no kernel of ours writes: device memory was overwritten, or the row was never written."""
 
 
-@dataclass(slots=True)  # not frozen: that doubles the cost of a row, and one is made per layer and token
+@dataclass(frozen=True, slots=True)
 class HeaderRow:
     """One layer's routing. Lists have top-k entries; `weight_bits` are float32 patterns read as int32."""
 
@@ -57,20 +57,40 @@ class HeaderRow:
     weight_bits: list[int]
     plan_slots: list[int]
 
+    @classmethod
+    def of(cls, layer: int, words: list[int]) -> "HeaderRow":
+        k = (len(words) - 1) // 3
+        return cls(layer, words[0], words[1 : 1 + k], words[1 + k : 1 + 2 * k], words[1 + 2 * k :])
+
     @property
     def weights(self) -> NDArray[np.float32]:
         """float32 [k], in pick order."""
         return np.array(self.weight_bits, np.int32).view(np.float32)
 
 
-def parse(rows: NDArray[Any], layer: int, n_experts: int) -> HeaderRow:
-    """Row `layer` of `rows` (int32 [SLOT_TABLE_LAYERS, header_words(k)]), copied: `rows` may be reused afterwards.
+def clean_codes(layer: int, words: list[int], cache: ExpertCache) -> list[int] | None:
+    """The slot codes of a row's picks, in ascending order of experts, if all is as it should be: no flag, picks
+    distinct and in range, and each in the slot that the device took it from. None if the row needs a closer look.
+
+    This is what nearly every row of every token goes through, and nothing else; NumPy would take twice as long.
+    """
+    k = (len(words) - 1) // 3
+    picks = sorted(words[1 : 1 + k])
+    n_experts = cache.n_experts
+    if words[0] or picks[0] < 0 or picks[-1] >= n_experts or len(set(picks)) != k:
+        return None
+    code_of, base = cache.codes, layer * n_experts
+    codes = [code_of[base + expert] for expert in picks]
+    return codes if codes == words[1 + 2 * k :] and 0 not in codes else None
+
+
+def parse(layer: int, words: list[int], n_experts: int) -> HeaderRow:
+    """The words of row `layer`, checked.
 
     Raises `HeaderError` for an unknown flag bit, a pick outside 0..n_experts-1 or a pick that occurs twice.
     """
-    words: list[int] = rows[layer].tolist()
-    k = (len(words) - 1) // 3
-    flag, picks = words[0], words[1 : 1 + k]
+    row = HeaderRow.of(layer, words)
+    flag, picks = row.flag, row.picks
     if flag & ~(MISS | NOT_FINITE):
         raise HeaderError(f"route header of layer {layer}: flag {flag:#x} has unknown bits")
     if min(picks) < 0 or max(picks) >= n_experts:
@@ -78,9 +98,9 @@ def parse(rows: NDArray[Any], layer: int, n_experts: int) -> HeaderRow:
         raise HeaderError(
             f"route header of layer {layer}: pick {wrong} is outside 0..{n_experts - 1}; picks are {picks}"
         )
-    if len(set(picks)) != k:
+    if len(set(picks)) != len(picks):
         raise HeaderError(f"route header of layer {layer}: a pick occurs twice in {picks}")
-    return HeaderRow(layer, flag, picks, words[1 + k : 1 + 2 * k], words[1 + 2 * k :])
+    return row
 
 
 def slots_agree(row: HeaderRow, cache: ExpertCache) -> tuple[int, int] | None:

@@ -25,10 +25,13 @@ from ds41rt.moe.header import (
     SLOT_TABLE_LAYERS,
     Fall,
     HeaderRow,
+    clean_codes,
     header_words,
     parse,
     slots_agree,
 )
+from ds41rt.moe.mover import Mover
+from ds41rt.moe.pool import PinnedPool
 from ds41rt.moe.slots import SlotTable
 
 log = Logger("ds41rt.moe")
@@ -53,10 +56,12 @@ class RouteConfig:
 @dataclass(frozen=True, slots=True)
 class PlanBuffers:
     """Device addresses of the router logits f32[n_experts] and of the plan block: pointers u64[3, k], weights f32[k],
-    rows i32[k], contiguous in this order so that the host can replace it with one copy."""
+    rows i32[k], contiguous in this order so that the host can replace it with one copy. `guess_header` is the row that
+    a guess of the next layer's experts writes, 0 if none is made."""
 
     logits: int
     plan: int
+    guess_header: int = 0
 
 
 class MoeRouter:
@@ -70,7 +75,9 @@ class MoeRouter:
         arena: ExpertArena,
         cache: ExpertCache,
         table: SlotTable,
+        pool: PinnedPool,
         fetcher: ExpertFetcher,
+        mover: Mover | None,
         biases: Sequence[NDArray[np.float32]],
         *,
         diag: bool,
@@ -81,15 +88,18 @@ class MoeRouter:
         self._arena = arena
         self._cache = cache
         self._table = table
+        self._pool = pool
         self._fetcher = fetcher
+        self._mover = mover
         self._biases = biases
         self._diag = diag
         self.diag_checked = 0
         k = cfg.top_k
         words = header_words(k)
-        # host images: logits | all header rows | plan block as uploaded | plan block as read back by the check
-        sizes = (4 * cfg.n_experts, 4 * SLOT_TABLE_LAYERS * words, 32 * k, 32 * k)
-        self._logits_off, self._rows_off, self._plan_off, self._check_off = np.cumsum((0, *sizes[:-1])).tolist()
+        # host images: logits | all header rows | plan block as uploaded, and as read back by the check | a guess's row
+        sizes = (4 * cfg.n_experts, 4 * SLOT_TABLE_LAYERS * words, 32 * k, 32 * k, 4 * words)
+        offsets = np.cumsum((0, *sizes[:-1])).tolist()
+        self._logits_off, self._rows_off, self._plan_off, self._check_off, self._guess_off = offsets
         self._host = backend.alloc_pinned("route image", sum(sizes))
         image = self._host.array
         self._logits = image[: sizes[0]].view(np.float32)
@@ -98,54 +108,84 @@ class MoeRouter:
         self._plan_ptrs = block[: 24 * k].view(np.uint64).reshape(3, k)
         self._plan_weights = block[24 * k : 28 * k].view(np.float32)
         self._plan_rows = block[28 * k :].view(np.int32)
-        self._check = image[self._check_off :]
+        self._check = image[self._check_off : self._guess_off]
+        self._guess = image[self._guess_off :].view(np.int32)
         lay = arena.layout
         self._part_off = np.array([[lay.gate_off], [lay.up_off], [lay.down_off]], np.uint64)
         self._counted: list[bool] = []
-        self.picks: list[HeaderRow | None] = []  # of every layer of the current token, for traces
+        self._seen: list[list[int] | None] = []  # the words of every layer of the current token
 
-    def begin_token(self, n_layers: int) -> None:
-        """Forget what was counted for the last token."""
+    @property
+    def picks(self) -> list[HeaderRow | None]:
+        """What was chosen in every layer of the current token, for traces."""
+        return [None if words is None else HeaderRow.of(i, words) for i, words in enumerate(self._seen)]
+
+    def begin_token(self, n_layers: int, stream: Stream) -> None:
+        """Forget what was counted for the last token; moves between the tiers advance, as they do nowhere else."""
         self._counted = [False] * n_layers
-        self.picks = [None] * n_layers
+        self._seen = [None] * n_layers
+        self._fetcher.ahead.settle()  # what a failed token has left
+        if self._mover is not None:
+            self._mover.advance(stream)
+
+    def end_token(self) -> None:
+        """Nothing is read ahead over the end of a token."""
+        self._fetcher.ahead.settle()
 
     def update_table(self) -> None:
         """Bring the device slot table up to date with the cache."""
         self._table.update()
 
-    def route_device(self, layer: int, position: int, select: KernelLaunch, stream: Stream) -> None:
-        """Select on the device, read 76 bytes back, make the picks resident; `select` needs the router's logits."""
+    def route_device(
+        self, layer: int, position: int, select: KernelLaunch, stream: Stream, guess: Sequence[KernelLaunch] = ()
+    ) -> None:
+        """Select on the device, read 76 bytes back, make the picks resident; `select` needs the router's logits.
+
+        `guess` are the launches that guess the next layer's picks: they are read back in the same go, and what is
+        missing of them is read ahead.
+        """
+        backend, nbytes = self._backend, 4 * self._rows.shape[1]
         self._table.update()
-        self._backend.launch(select, stream)
-        words = self._rows.shape[1]
-        self._backend.copy_d2h(
-            self._host,
-            self._arena.header_row(layer),
-            4 * words,
-            stream,
-            self._rows_off + 4 * words * layer,
-            "route.header",
-        )
+        backend.launch(select, stream)
+        rows_off = self._rows_off + nbytes * layer
+        backend.copy_d2h(self._host, self._arena.header_row(layer), nbytes, stream, rows_off, "route.header")
+        for launch in guess:
+            backend.launch(launch, stream)
+        if guess:
+            backend.copy_d2h(self._host, self._buffers.guess_header, nbytes, stream, self._guess_off, "route.guess")
+        self._drain(stream)
+        fall = self._use_row(layer, position, stream)
+        if fall is not None or self._diag:
+            row = HeaderRow.of(layer, self._rows[layer].tolist())
+            if fall is not None:
+                self._upload_plan(layer, row.picks, row.weights, stream)
+            if self._diag:
+                self._check_against_host(layer, row, stream)
+        if guess:
+            self._read_ahead(layer + 1)
+
+    def _read_ahead(self, layer: int) -> None:
+        row = HeaderRow.of(layer, self._guess.tolist())
+        if not row.flag & NOT_FINITE:
+            # one layer's misses must find a slot each, whatever was guessed
+            self._fetcher.ahead.issue(layer, row.picks, keep=self._cfg.top_k)
+
+    def _drain(self, stream: Stream) -> None:
+        """Wait for `stream`: what was read back is there, and no kernel reads a pool slot that a key has left."""
         self._backend.synchronize(stream)
-        row = parse(self._rows, layer, self._cfg.n_experts)
-        self._check_finite(row, layer, position)
-        self.picks[layer] = row
-        if self._settle(row, stream) is not None:
-            self._upload_plan(layer, row.picks, row.weights, stream)
-        if self._diag:
-            self._check_against_host(layer, row, stream)
+        self._pool.drained()
 
     def route_host(self, layer: int, position: int, stream: Stream) -> None:
         """The host chain on the router's logits: read them back, select, fetch, upload the plan."""
         cfg = self._cfg
         self._backend.copy_d2h(self._host, self._buffers.logits, 4 * cfg.n_experts, stream, 0, "route.logits")
-        self._backend.synchronize(stream)
+        self._drain(stream)
         ids, weights, not_finite = self._select(layer)
         if not_finite:
             raise self._not_finite(layer, position)
         picks = ids.tolist()
         self._fetch(layer, picks, stream)
-        self.picks[layer] = HeaderRow(layer, 0, picks, weights.view(np.int32).tolist(), [])
+        self._seen[layer] = [0, *picks, *weights.view(np.int32).tolist(), *([ABSENT] * cfg.top_k)]
         self._upload_plan(layer, picks, weights, stream)
 
     def read_headers(self, layers: Sequence[int], position: int, stream: Stream) -> Fall | None:
@@ -156,18 +196,30 @@ class MoeRouter:
         self._backend.copy_d2h(
             self._host, self._arena.headers_ptr, self._arena.headers_nbytes, stream, self._rows_off, "route.headers"
         )
-        self._backend.synchronize(stream)
+        self._drain(stream)
         for layer in layers:
-            row = parse(self._rows, layer, self._cfg.n_experts)
-            self._check_finite(row, layer, position)
-            self.picks[layer] = row
-            fall = self._settle(row, stream)
+            fall = self._use_row(layer, position, stream)
             if fall is not None:
                 return fall
         return None
 
+    def _use_row(self, layer: int, position: int, stream: Stream) -> Fall | None:
+        """Make the layer's picks resident and the table right; None if its kernels had exactly those picks."""
+        words: list[int] = self._rows[layer].tolist()
+        codes = clean_codes(layer, words, self._cache)
+        if codes is not None:
+            self._seen[layer] = words
+            self._cache.begin_epoch()
+            self._cache.hit(codes, count=not self._counted[layer])
+            self._counted[layer] = True
+            return None
+        row = parse(layer, words, self._cfg.n_experts)
+        self._check_finite(row, layer, position)
+        self._seen[layer] = words
+        return self._settle(row, stream)
+
     def _settle(self, row: HeaderRow, stream: Stream) -> Fall | None:
-        """Make the row's picks resident and the table right; None if the layer's kernels had exactly those picks."""
+        """A row that is not as it should be."""
         lies = slots_agree(row, self._cache) is not None
         fetched = self._fetch(row.layer, row.picks, stream)
         self._table.update()

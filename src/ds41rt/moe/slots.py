@@ -12,7 +12,8 @@ import numpy as np
 from ds41rt.cu.backend import DeviceBuffer, Event, GpuBackend, HostBuffer, Stream
 from ds41rt.errors import InputError
 from ds41rt.kernels.slots import SLOT_TABLE_SET
-from ds41rt.moe.cache import ExpertCache, Triple
+from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.changes import Triple
 from ds41rt.moe.header import ABSENT, SLOT_TABLE_LAYERS
 
 DEFAULT_CAPACITY = 1024
@@ -101,7 +102,7 @@ class SlotTable:
         self.apply([(layer, e, self._cache.slot_of(layer, e) or ABSENT) for e in experts])
 
     def apply(self, triples: Sequence[Triple]) -> None:
-        """Enqueue (layer, expert, slot or -1) triples; of several for one key the last one counts.
+        """Enqueue (layer, expert, slot code or -1) triples; of several for one key the last one counts.
 
         Raises `InputError` for a layer, expert or slot out of range, before anything is enqueued. After a failed
         backend call some chunks may have been enqueued; applying the same triples again is harmless.
@@ -114,9 +115,10 @@ class SlotTable:
                 raise InputError(
                     f"slot table: layer {layer} expert {expert} is outside {cache.n_layers} x {cache.n_experts}"
                 )
-            if slot != ABSENT and not 0 < slot <= cache.n_slots:
+            if slot != ABSENT and not cache.is_code(slot):
                 raise InputError(
-                    f"slot table: layer {layer} expert {expert}: slot {slot} is outside 1..{cache.n_slots}"
+                    f"slot table: layer {layer} expert {expert}: slot {slot:#x} is outside 1..{cache.n_slots} "
+                    f"and 1..{cache.pool_slots} of the pinned pool"
                 )
             last[layer, expert] = slot
         flat = [word for (layer, expert), slot in last.items() for word in (layer, expert, slot)]

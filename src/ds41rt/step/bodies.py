@@ -24,7 +24,8 @@ from ds41rt.cu.kernel import KernelLaunch
 from ds41rt.engram.rows import EngramUpload
 from ds41rt.moe.header import Fall
 from ds41rt.moe.route import MoeRouter
-from ds41rt.step.buffers import StepBuffers
+from ds41rt.step.buffers import SavedLayout, StepBuffers
+from ds41rt.step.entries import Entries
 from ds41rt.step.launches import LayerLaunches
 from ds41rt.step.snapshot import Snapshots
 from ds41rt.step.state import Classes, Fork
@@ -56,10 +57,14 @@ class StepObserver(Protocol):
     def point(self, position: int, layer: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
         """`nbytes` at device address `addr` are now layer `layer`'s `part`.
 
-        Every mode passes "streams", the streams between attention and ffn half, before the attention's expand (inside a
-        replay they exist as the layer's snapshot). Eager layers also pass "streams_in", "normed" (the attention's
-        input), "attn_out", "moe_in" and "streams_out". After a clean replay "segment_streams" and "segment_hidden" are
-        those behind its last layer, the attention input that closes the segment included.
+        Every mode passes five parts of every layer, once a token. What enters it: "streams_in" (for layer 0 the
+        embedding; before the layer's engram rows) and "mix_in" (f32[hc], what collapses them). And what its attention
+        half leaves for its ffn half: "streams" (before the attention's expand), "attn_out" and "mixes" (f32: the ffn's
+        collapse [hc], then the expand's factors of the attention [hc] and of the streams [hc, hc]).
+
+        Eager layers also pass "normed" (the attention's input), "moe_in" and "streams_out". After a clean replay
+        "segment_streams" and "segment_hidden" are those behind its last layer, the attention input that closes the
+        segment included.
         """
 
 
@@ -76,6 +81,7 @@ class DecodeBodies:
         engram: EngramUpload | None,
         router: MoeRouter,
         snapshots: Snapshots | None,
+        entries: Entries,
         baked: tuple[int, ...],
         fork: Fork,
         *,
@@ -90,6 +96,7 @@ class DecodeBodies:
         self._engram = engram
         self._router = router
         self._snapshots = snapshots
+        self._entries = entries
         self._baked = baked
         self._fork = fork
         self._device_route = device_route
@@ -100,11 +107,11 @@ class DecodeBodies:
         ]
         streams, row = (buffers.streams, 2 * cfg.hc_mult * cfg.dim), 2 * cfg.dim
         self._parts = {
-            **dict.fromkeys(("streams_in", "streams", "streams_out", "segment_streams"), streams),
+            **dict.fromkeys(("streams_out", "segment_streams"), streams),
             **dict.fromkeys(("normed", "moe_in"), (buffers.normed, row)),
-            "attn_out": (buffers.attn_out, row),
             "segment_hidden": (buffers.hidden, row),
         }
+        self._saved = SavedLayout.of(cfg)
         self._score_host = backend.alloc_pinned("index score image", buffers.index_scores.nbytes)
         self._score_image = self._score_host.array.view(np.float32)
         # candidate rows of the current token, built by the candidate source and applied by the index layers after it
@@ -127,6 +134,11 @@ class DecodeBodies:
             raise RuntimeError("no sequence is bound")
         return self._seq
 
+    @property
+    def bound(self) -> tuple[int, int]:
+        """(position, token) of the last `bind`."""
+        return self._position, self._token
+
     def bind(self, seq: StepSequence, token: int, position: int) -> None:
         """The token that the next `run_token` of the machine steps."""
         self._seq = seq
@@ -137,7 +149,7 @@ class DecodeBodies:
         return self._roles[idx]
 
     def baked(self) -> tuple[int, ...]:
-        return self._baked
+        return (*self._baked, self._entries.ptr) if self.observers else self._baked
 
     def window(self, idx: int) -> int:
         return self.sequence.buffers.ring[idx]
@@ -152,7 +164,7 @@ class DecodeBodies:
         """Position and token to the sequence block, the embedding into the streams; marks of the last token dropped."""
         self.mask = None
         self._engram_loaded = False
-        self._router.begin_token(self.n_layers)
+        self._router.begin_token(self.n_layers, stream)
         self._block.upload_step(position, self._token, stream)
 
     # ---- pieces that eager step and captured bodies share
@@ -165,6 +177,8 @@ class DecodeBodies:
         """Engram rows into the streams (in place: once a token), then mixes, collapse and norm."""
         layer = self._layers[idx]
         self._run(layer.embed, stream)
+        if self.observers:
+            self._entries.keep(idx, stream)
         self._run(layer.engram, stream)
         self._backend.launch(layer.attn_in, stream)
 
@@ -215,9 +229,8 @@ class DecodeBodies:
     def eager_layer(self, idx: int, stream: Stream) -> None:
         if idx == 0:
             self.load_engram(stream)
-        else:
-            self._see(idx, "streams_in", stream)
         self.attn_in(idx, stream)
+        self._see_entry(idx, stream)
         self._see(idx, "normed", stream)
         if self._roles[idx].is_index_source:
             self.source_attention(idx, stream)
@@ -227,8 +240,7 @@ class DecodeBodies:
 
     def ffn_eager(self, idx: int, stream: Stream) -> None:
         layer = self._layers[idx]
-        self._see(idx, "attn_out", stream)
-        self._see(idx, "streams", stream)
+        self._see_middle(idx, self._buf.streams, stream)
         self.ffn_head(layer, stream, self._fork)
         self._see(idx, "moe_in", stream)
         self.route(idx, stream)
@@ -237,14 +249,31 @@ class DecodeBodies:
 
     def _see(self, idx: int, part: str, stream: Stream) -> None:
         if self.observers:
-            addr, nbytes = self._parts[part]
-            for observer in self.observers:
-                observer.point(self._position, idx, part, addr, nbytes, stream)
+            self._show(idx, part, *self._parts[part], stream)
+
+    def _see_entry(self, idx: int, stream: Stream) -> None:
+        if self.observers:
+            entries = self._entries
+            self._show(idx, "streams_in", entries.streams(idx), entries.streams_nbytes, stream)
+            self._show(idx, "mix_in", entries.mix(idx), entries.mix_nbytes, stream)
+
+    def _see_middle(self, idx: int, saved: int, stream: Stream) -> None:
+        """The layer's saved block, or its snapshot, at device address `saved`."""
+        if self.observers:
+            lay = self._saved
+            self._show(idx, "streams", saved, lay.attn_out_off, stream)
+            self._show(idx, "attn_out", saved + lay.attn_out_off, lay.pre_a_off - lay.attn_out_off, stream)
+            self._show(idx, "mixes", saved + lay.pre_a_off, lay.nbytes - lay.pre_a_off, stream)
+
+    def _show(self, idx: int, part: str, addr: int, nbytes: int, stream: Stream) -> None:
+        for observer in self.observers:
+            observer.point(self._position, idx, part, addr, nbytes, stream)
 
     def route(self, idx: int, stream: Stream) -> None:
         """From the router's logits to resident experts and a plan block that points at them."""
         if self._device_route:
-            self._router.route_device(idx, self._position, self._layers[idx].route_select, stream)
+            guess = self._layers[idx + 1].guess if idx + 1 < self.n_layers else ()
+            self._router.route_device(idx, self._position, self._layers[idx].route_select, stream, guess)
         else:
             self._router.route_host(idx, self._position, stream)
 
@@ -259,6 +288,7 @@ class DecodeBodies:
         if idx == 0:
             self.load_engram(stream)
         else:
+            self._see_entry(idx, stream)
             self.source_attention(idx, stream)
         self._router.update_table()
         return self._block.rows_cell(self._cfg.kv_source_of(end - 1)) if classes[0] else None
@@ -314,12 +344,13 @@ class DecodeBodies:
         return fall
 
     def _see_replay(self, layers: tuple[int, ...], fall: Fall | None, stream: Stream) -> None:
-        snapshots, nbytes = self._require_snapshots(), self._parts["streams"][1]
+        snapshots = self._require_snapshots()
         for idx in layers:
+            if idx == 0 or idx != layers[0]:  # any other owner's was seen in `prepare`
+                self._see_entry(idx, stream)
             if fall is not None and idx == fall.layer:
-                return  # runs again from its snapshot, and is seen then
-            for observer in self.observers:
-                observer.point(self._position, idx, "streams", snapshots.ptr(idx), nbytes, stream)
+                return  # its ffn half runs again from its snapshot, and the layer is seen then
+            self._see_middle(idx, snapshots.ptr(idx), stream)
         for part in ("segment_streams", "segment_hidden"):
             self._see(layers[-1], part, stream)
 

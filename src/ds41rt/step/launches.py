@@ -15,6 +15,7 @@ from ds41rt.engram.rows import EngramUpload
 from ds41rt.kernels import attention, compressor, experts, hc, head, indexer, linear, projection, router
 from ds41rt.kernels import engram as engram_kernels
 from ds41rt.moe.arena import ExpertArena
+from ds41rt.moe.guess import GuessBuffers
 from ds41rt.moe.slots import SlotTable
 from ds41rt.step.buffers import StepBuffers
 from ds41rt.step.weights import DeviceWeights
@@ -39,6 +40,7 @@ class LayerLaunches:
     shared: Launches
     router: KernelLaunch
     route_select: KernelLaunch
+    guess: Launches  # the layer's router and selection on what the layer before gives its own; () without prefetch
     experts: Launches
     combine: KernelLaunch
     final: Launches  # last layer: the collapse for the head
@@ -57,6 +59,7 @@ class LaunchBuilder:
         engram: EngramUpload | None,
         arena: ExpertArena,
         table: SlotTable,
+        guess: GuessBuffers | None,
         max_context: int,
     ) -> None:
         self._backend = backend
@@ -68,6 +71,7 @@ class LaunchBuilder:
         self._engram = engram
         self._arena = arena
         self._table = table
+        self._guess_buffers = guess
         self._max_context = max_context
 
     def head(self) -> KernelLaunch:
@@ -98,6 +102,7 @@ class LaunchBuilder:
             shared=self._shared(layer),
             router=self._router(layer),
             route_select=self._route_select(layer),
+            guess=self._guess(layer),
             experts=self._experts(layer),
             combine=self._combine(layer),
             final=(self._final(layer),) if layer == cfg.n_layers - 1 else (),
@@ -286,24 +291,42 @@ class LaunchBuilder:
         )
 
     def _router(self, layer: int) -> KernelLaunch:
+        return self._prepare(layer, "router", router.ROUTER_LOGITS, self._router_args(layer))
+
+    def _router_args(self, layer: int) -> dict[str, int | float]:
         cfg, buf = self._cfg, self._buf
-        args = {
+        return {
             "normed": buf.normed, "w": self._w(layer, "ffn.gate.weight"), "logits": buf.logits, "dim": cfg.dim,
             "n_experts": cfg.n_experts,
         }  # fmt: skip
-        return self._prepare(layer, "router", router.ROUTER_LOGITS, args)
+
+    def _guess(self, layer: int) -> Launches:
+        guess = self._guess_buffers
+        if guess is None or layer == 0:
+            return ()
+        logits = {**self._router_args(layer), "logits": guess.logits}
+        select = {
+            **self._select_args(layer), "logits": guess.logits, "header": guess.header, "ptrs_dev": guess.ptrs_dev,
+            "weight_dev": guess.weight_dev, "rows_dev": guess.rows_dev,
+        }  # fmt: skip
+        return (
+            self._prepare(layer, "router_guess", router.ROUTER_LOGITS, logits),
+            self._prepare(layer, "route_guess", router.ROUTE_SELECT, select),
+        )
 
     def _route_select(self, layer: int) -> KernelLaunch:
+        return self._prepare(layer, "route_select", router.ROUTE_SELECT, self._select_args(layer))
+
+    def _select_args(self, layer: int) -> dict[str, int | float]:
         cfg, buf, arena = self._cfg, self._buf, self._arena
-        args = {
+        return {
             "logits": buf.logits, "bias": self._w(layer, "ffn.gate.bias"), "slot_row": self._table.row_ptr(layer),
             "header": arena.header_row(layer), "weight_dev": buf.weight_dev, "rows_dev": buf.rows_dev,
             "ptrs_dev": buf.ptrs_dev, "n_experts": cfg.n_experts, "top_k": cfg.top_k,
             "temperature": cfg.gate_temperature, "route_scale": cfg.route_scale, "normalise": int(cfg.norm_topk_prob),
-            "dev_base": arena.base, "host_base": 0, "slot_nbytes": arena.slot_nbytes, "gate_off": arena.layout.gate_off,
-            "up_off": arena.layout.up_off, "down_off": arena.layout.down_off,
+            "dev_base": arena.base, "host_base": arena.host_base, "slot_nbytes": arena.slot_nbytes,
+            "gate_off": arena.layout.gate_off, "up_off": arena.layout.up_off, "down_off": arena.layout.down_off,
         }  # fmt: skip
-        return self._prepare(layer, "route_select", router.ROUTE_SELECT, args)
 
     def _experts(self, layer: int) -> Launches:
         cfg, buf, lay = self._cfg, self._buf, self._arena.layout

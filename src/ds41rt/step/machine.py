@@ -13,7 +13,7 @@ thread-safe: one thread steps.
 from collections.abc import Sequence
 from functools import partial
 
-from ds41rt.cu.backend import Event, GpuBackend, Stream
+from ds41rt.cu.backend import Event, GpuBackend, Graph, Stream
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import Ds41Error
 from ds41rt.log import Logger
@@ -161,7 +161,7 @@ class StepMachine:
         """Layer 0's part of the step: clear the marks, latch the mode, compare what graphs bake, start the token."""
         seg = self.seg
         seg.clear_marks()
-        seg.segment_mode = self.step_graph and self.position > 0 and not seg.disabled
+        seg.segment_mode = self.step_graph and seg.wanted and self.position > 0 and not seg.disabled
         if seg.segment_mode:
             baked = self.bodies.baked()
             if baked != seg.baked:
@@ -275,6 +275,7 @@ class StepMachine:
                 graph = self.backend.end_capture(self.recording().cap_stream)
                 # Only what is instantiated from it is kept.
                 seg.doomed.append((f"template of segment {cap.owner}", partial(self.backend.destroy_graph, graph)))
+                self.refuse_memory_nodes(graph)
                 graph_exec = self.backend.instantiate(graph)
                 seg.graphs[cap.owner] = SegGraph(graph_exec, end, tuple(cap.moe_layers), cap.classes, cap.rows_b)
             except Ds41Error as failed:
@@ -284,6 +285,16 @@ class StepMachine:
         seg.captures += 1
         logger.info("segment captured", owner=cap.owner, end=end, moe_layers=len(cap.moe_layers))
         self.destroy_doomed()
+
+    def refuse_memory_nodes(self, graph: Graph) -> None:
+        """Raise `Ds41Error` for a graph that allocates or frees: its memory is in no ledger, and a replay that is not
+        over keeps the next one out."""
+        for node in self.backend.describe_graph(graph).nodes:
+            if node.kind in ("alloc", "free"):
+                raise Ds41Error(
+                    f"the captured graph has a node that would {node.kind} memory in every replay: node {node.index}, "
+                    f"{node.label!r}; allocate before the capture and keep the memory until the graph is destroyed"
+                )
 
     def disable(self, error: Ds41Error, owner: int) -> None:
         """Turn the mode off for good: the token in flight finishes eagerly and no graph is kept."""

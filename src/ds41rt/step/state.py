@@ -77,6 +77,8 @@ class SegGraph:
 class SegState:
     """Marks of the token in flight, the graphs, and the counters.
 
+    `wanted`: segments are to be used where the token allows it; see `step.adaptive`.
+
     Marks (cleared when a token starts or is abandoned): layers below `skip_until` were delivered by the replay just
     read; layers below `eager_until` run whole and eagerly; `ffn_only_at` is the layer whose snapshot was restored.
     `capturing` is empty while a body is being recorded: only the stream knows whether a capture is open.
@@ -90,6 +92,7 @@ class SegState:
 
     n_layers: int
     disabled: bool = False
+    wanted: bool = True
     segment_mode: bool = False
     in_step: bool = False
     skip_until: int = 0

@@ -20,9 +20,8 @@ from ds41rt import __version__
 from ds41rt.attn.sequence import SequenceBuffers
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.synth_presets import PRESETS, RELEASED, first_layers
-from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend, open_backend
-from ds41rt.cu.kernel import KernelLaunch, Pointer
+from ds41rt.cu.kernel import KernelLaunch, launch_nbytes
 from ds41rt.engine import DecodeSequence, Engine
 from ds41rt.errors import InputError
 from ds41rt.kernels.probe import READ_SUM
@@ -80,22 +79,6 @@ class CountingBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
-
-
-def launch_nbytes(launch: KernelLaunch, cfg: ModelConfig) -> int:
-    """Bytes that a launch must move: its arrays once each, the experts' matrices, the attention's rows."""
-    scalars = launch.spec.scalars({p.name: a for p, a in zip(launch.spec.params, launch.args, strict=True)})
-    arrays = [p for p in launch.spec.params if isinstance(p, Pointer)]
-    total = sum(int(np.prod(p.shape(scalars))) * p.dtype.itemsize for p in arrays)
-    expert = 3 * cfg.inter_dim * cfg.dim * 17 // 32  # a code is half a byte, a scale a byte per 32 codes
-    rows = 2 * cfg.head_dim * (cfg.window + getattr(scalars, "topk", 0))
-    extra = {
-        "expert_gate_up": cfg.top_k * expert * 2 // 3,
-        "expert_down": cfg.top_k * expert // 3,
-        "attn_score": rows,
-        "attn_value": rows,
-    }
-    return total + extra.get(launch.spec.name, 0)
 
 
 def read_bandwidth(backend: GpuBackend) -> float:
@@ -218,11 +201,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name, of in STAGES.items():
             launches = [launch for layer in engine.layers for launch in of(layer) if launch is not None]
             if launches:
-                nbytes = sum(launch_nbytes(launch, cfg) for launch in launches)
+                nbytes = sum(launch_nbytes(launch) for launch in launches)
                 seconds = _timed_graph(raw, launches)
                 stages[name] = {"nodes": len(launches), "us": 1e6 * seconds, "nbytes": nbytes}
         head = engine.head_launch
-        stages["head"] = {"nodes": 1, "us": 1e6 * _timed_graph(raw, [head]), "nbytes": launch_nbytes(head, cfg)}
+        stages["head"] = {"nodes": 1, "us": 1e6 * _timed_graph(raw, [head]), "nbytes": launch_nbytes(head)}
     floor_us = 1e6 * sum(s["nbytes"] for s in stages.values()) / bandwidth
     return {
         **result,

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from ds41rt.checkpoint.token_map import load_tokenizer
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.errors import ContextFullError, InputError
+from ds41rt.moe.route_trace import RouteFacts, RouteRecorder
 from ds41rt.tools.output import output_file
 from ds41rt.tools.progress import ProgressBar
-from ds41rt.trace import TraceRecorder
+from ds41rt.trace.record import TraceRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,27 @@ class Run:
         return self.positions / self.seconds if self.seconds > 0 else 0.0
 
 
+def best_token(engine: Engine, logits: NDArray[np.float32]) -> int:
+    """The greedy choice, never the image token: that one's logit is overwritten."""
+    logits[engine.config.image_token] = -np.inf  # stands for pixels: no text continues with it
+    return int(np.argmax(logits))
+
+
+def positions_needed(engine: Engine, seq: DecodeSequence, prompt: list[int], max_new: int) -> int:
+    """Steps of a prompt and `max_new` greedy tokens, the last of which is not fed.
+
+    Raises `InputError` for a token that cannot be decoded, `ContextFullError` if there is no room for all.
+    """
+    total = len(prompt) + max(max_new - 1, 0)
+    if seq.position + total > engine.max_context:
+        raise ContextFullError(
+            f"a prompt of {len(prompt)} tokens and {max_new} new ones need {total} positions, the maximum context is "
+            f"{engine.max_context}; raise --max-context or lower --max-new"
+        )
+    engine.check_tokens(prompt)
+    return total
+
+
 def greedy(
     engine: Engine,
     seq: DecodeSequence,
@@ -63,35 +85,29 @@ def greedy(
     ignore_eos: bool = False,
     keep_logits: bool = False,
     trace: TraceRecorder | None = None,
+    routes: RouteRecorder | None = None,
     progress: ProgressBar | None = None,
 ) -> Run:
     """Feed `prompt`, then up to `max_new` argmax tokens; the last new token is not fed. Raises what a step raises."""
-    total = len(prompt) + max(max_new - 1, 0)
-    if seq.position + total > engine.max_context:
-        raise ContextFullError(
-            f"a prompt of {len(prompt)} tokens and {max_new} new ones need {total} positions, the maximum context is "
-            f"{engine.max_context}; raise --max-context or lower --max-new"
-        )
-    engine.check_tokens(prompt)
+    total = positions_needed(engine, seq, prompt, max_new)
     kept: list[NDArray[np.float32]] = []
     new: list[int] = []
     stopped = "max-new"
     feed = list(prompt)
-    image_token = engine.config.image_token
     start = time.perf_counter()
     for done in range(total):
         logits = engine.decode_step(seq, feed[done])
         if trace is not None:
             trace.end_token()
+        if routes is not None:
+            routes.end_token(engine.router.picks)
         if keep_logits:
             kept.append(logits.copy())
         if progress is not None:
             progress(done + 1, total)
         if done + 1 < len(prompt) or max_new == 0:
             continue
-        if image_token is not None:
-            logits[image_token] = -np.inf  # stands for pixels: no text continues with it
-        token = int(np.argmax(logits))
+        token = best_token(engine, logits)
         new.append(token)
         feed.append(token)
         if token == engine.config.eos_token and not ignore_eos:
@@ -116,7 +132,8 @@ def parse_ids(text: str, where: str) -> list[int]:
     return ids
 
 
-def _prompt_of(args: argparse.Namespace) -> list[int]:
+def prompt_of(args: argparse.Namespace, checkpoint: Path) -> list[int]:
+    """The token ids that --prompt-ids, --prompt-ids-file or --prompt asks for. Raises `InputError`."""
     if args.prompt_ids is not None:
         return parse_ids(args.prompt_ids, "--prompt-ids")
     if args.prompt_ids_file is not None:
@@ -129,40 +146,65 @@ def _prompt_of(args: argparse.Namespace) -> list[int]:
         return parse_ids(text, f"--prompt-ids-file {args.prompt_ids_file}")
     if not args.prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in args.prompt):
         raise InputError("--prompt: the text is not valid UTF-8")
-    ids: list[int] = load_tokenizer(args.checkpoint).encode(args.prompt).ids
+    ids: list[int] = load_tokenizer(checkpoint).encode(args.prompt).ids
     if not ids:
         raise InputError("--prompt: the text has no tokens")
     return ids
 
 
 def counters(stats: Stats) -> str:
-    """The counters of a run as two readable lines."""
+    """The counters of a run as readable lines."""
     falls = ", ".join(f"{n} {kind}" for kind, n in stats.falls.items() if n) or "none"
     demand = stats.device_hits + stats.host_hits + stats.misses
     rate = 100 * (demand - stats.misses) / demand if demand else 0.0
-    return (
+    text = (
         f"  graphs: {stats.captures} captured, {stats.replays} replays, {stats.clean_replays} clean, falls: {falls}\n"
         f"  experts: {demand} picks, {rate:.1f} % hits, {stats.misses} misses, {stats.expert_slots} slots, "
         f"{stats.expert_nbytes_read / 1e6:.1f} MB read"
     )
+    if stats.host_slots:
+        text += (
+            f"\n  host tier: {stats.host_hits} of the hits, {stats.host_slots} slots, {stats.promotions} promotions, "
+            f"{stats.demotions} demotions, {stats.expert_nbytes_moved / 1e6:.1f} MB moved"
+        )
+    if stats.prefetch_issued:
+        text += (
+            f"\n  read ahead: {stats.prefetch_issued} experts, {stats.prefetch_useful} useful, "
+            f"{stats.prefetch_wasted} wasted, {stats.prefetch_failed} failed"
+        )
+    return text
 
 
-def _outputs(stack: ExitStack, logits: Path | None, trace: Path | None) -> tuple[BinaryIO | None, BinaryIO | None]:
-    """Both result files, open before the work starts: one that cannot be written is refused now, not minutes later."""
-    if logits is not None and trace is not None and os.path.realpath(logits) == os.path.realpath(trace):
-        raise InputError(f"--logits-out and --trace-out are the same file: {logits}")
-    return (
-        None if logits is None else stack.enter_context(output_file(logits)),
-        None if trace is None else stack.enter_context(output_file(trace)),
-    )
+def engine_facts(engine: Engine) -> RouteFacts:
+    """What a route trace says of the model that this engine decodes."""
+    cfg, arena = engine.config, engine.arena
+    starts = tuple(sorted(engine.machine.owners))
+    return RouteFacts(cfg.n_layers, cfg.n_experts, cfg.top_k, arena.layout.nbytes, arena.slot_nbytes, starts)
+
+
+_OUTPUTS = ("--logits-out", "--trace-out", "--route-trace-out")
+
+
+def _outputs(stack: ExitStack, args: argparse.Namespace) -> list[BinaryIO | None]:
+    """The result files, open before the work starts: one that cannot be written is refused now, not minutes later."""
+    paths: list[Path | None] = [args.logits_out, args.trace_out, args.route_trace_out]
+    taken: dict[str, str] = {}
+    for option, path in zip(_OUTPUTS, paths, strict=True):
+        if path is not None:
+            other = taken.setdefault(os.path.realpath(path), option)
+            if other != option:
+                raise InputError(f"{other} and {option} are the same file: {path}")
+    return [None if path is None else stack.enter_context(output_file(path)) for path in paths]
 
 
 def decode(args: argparse.Namespace) -> int:
     if args.max_new < 0:
         raise InputError(f"--max-new must not be negative, is {args.max_new}")
-    prompt = _prompt_of(args)
+    if args.trace_values and args.trace_out is None:
+        raise InputError("--trace-values goes with --trace-out, which names the file")
+    prompt = prompt_of(args, args.checkpoint)
     with ExitStack() as stack:
-        logits_out, trace_out = _outputs(stack, args.logits_out, args.trace_out)
+        logits_out, trace_out, routes_out = _outputs(stack, args)
         bar = stack.enter_context(ProgressBar("loading"))
         engine = stack.enter_context(
             Engine.open(
@@ -170,9 +212,12 @@ def decode(args: argparse.Namespace) -> int:
                 mode=args.mode,
                 schedule=args.schedule,
                 expert_slots=args.expert_slots,
+                host_slots=args.host_slots,
                 progress=bar,
                 backend=args.backend,
                 expert_cache_gib=args.expert_cache_gib,
+                host_cache_gib=args.host_cache_gib,
+                prefetch=args.prefetch,
                 max_context=args.max_context,
                 index_keys=args.index_keys,
             )
@@ -180,8 +225,9 @@ def decode(args: argparse.Namespace) -> int:
         seq = stack.enter_context(engine.new_sequence())
         trace = None
         if trace_out is not None:
-            trace = TraceRecorder(engine)
+            trace = TraceRecorder(engine, values=args.trace_values)
             stack.callback(trace.close)
+        routes = None if routes_out is None else RouteRecorder(engine_facts(engine))
         bar = stack.enter_context(ProgressBar("decoding"))
         run = greedy(
             engine,
@@ -191,12 +237,15 @@ def decode(args: argparse.Namespace) -> int:
             ignore_eos=args.ignore_eos,
             keep_logits=logits_out is not None,
             trace=trace,
+            routes=routes,
             progress=bar,
         )
         if logits_out is not None and run.logits is not None:
             np.save(logits_out, run.logits)
         if trace_out is not None and trace is not None:
-            trace.save(trace_out)
+            trace.trace(str(args.trace_out)).save(trace_out)
+        if routes_out is not None and routes is not None:
+            routes.trace().save(routes_out)
         backend = engine.backend.name
     if args.json:
         print(json.dumps({"backend": backend, **run.as_dict()}))

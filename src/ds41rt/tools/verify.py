@@ -8,8 +8,6 @@ at layer level; floats stay within the limits below (relative L2 unless the name
 
 import argparse
 import json
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds41rt.checkpoint.npz_file import load_npz
 from ds41rt.engine import Engine
 from ds41rt.errors import InputError
 from ds41rt.tools.layer_probe import LayerProbe
@@ -109,15 +108,7 @@ class GoldenFile(dict[str, NDArray[Any]]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if not path.is_file():
-            raise InputError(f"{path}: is missing; give a golden directory")
-        if not zipfile.is_zipfile(path):
-            raise InputError(f"{path}: is not an npz file, or is cut short")
-        try:
-            with np.load(path) as data:
-                super().__init__(data)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
-            raise InputError(f"{path}: not a readable golden file: {e}") from e
+        super().__init__(load_npz(path, "a golden file"))
 
     def __missing__(self, name: str) -> NDArray[Any]:
         raise InputError(f"{self._path}: has no array {name!r}")
