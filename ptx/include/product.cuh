@@ -15,7 +15,7 @@ constexpr u32 NOTHING_LOADED = 0xFFFFFFFFu;
 template <class F>
 struct SharedLayout {
     static constexpr u32 SCALES = WARPS * RING * SLOT_NBYTES;
-    static constexpr u32 PARTIAL = SCALES + WARPS * RING * F::SCALES_NBYTES;
+    static constexpr u32 PARTIAL = SCALES + WARPS * F::SCALE_RING * F::SCALES_NBYTES;
     static constexpr u32 VALUES = PARTIAL + 2 * WARPS * F::ROWS * 4;
 
     __device__ static __forceinline__ u8* base() { return reinterpret_cast<u8*>(shared_memory); }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply(const P& product, u32 block, u32 blocks
 
     TilesOfWarp<P> source{product, split.chunks, split.tiles, group, member >> split.parts_log2};
     u32 slots = shared_address(Layout::base()) + warp * (RING * SLOT_NBYTES);
-    u32 scales = shared_address(Layout::base() + Layout::SCALES) + warp * (RING * F::SCALES_NBYTES);
+    u32 scales = shared_address(Layout::base() + Layout::SCALES) + warp * (F::SCALE_RING * F::SCALES_NBYTES);
     Ring<F, TilesOfWarp<P>> ring;
     ring.start(source, split, member & (split.parts - 1), units, slots, scales);
 

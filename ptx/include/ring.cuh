@@ -95,13 +95,13 @@ class Ring {
         __syncwarp();
     }
 
-    __device__ __forceinline__ u32 slot() const { return slots_ + drain_ * SLOT_NBYTES; }
+    __device__ __forceinline__ u32 slot() const { return slots_ + drain_ % RING * SLOT_NBYTES; }
     __device__ __forceinline__ u32 scales() const { return scales_ + drain_ * F::SCALES_NBYTES; }
 
     // Gives the oldest slot to the next copy. Everything read from it must be in registers.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        drain_ = (drain_ + 1) % RING;
+        drain_ = (drain_ + 1) % F::SCALE_RING;
         fetch();
     }
 
@@ -121,38 +121,39 @@ class Ring {
         high = high < tile.end ? high : tile.end - 1;
         low_ = tile.weight + static_cast<u64>(low) * row_nbytes_ + offset;
         high_ = tile.weight + static_cast<u64>(high) * row_nbytes_ + offset + F::HIGH_NBYTES;
-        scale_ = F::scale_pointer(tile, row_nbytes_, first_step_);
+        scale_low_ = F::scale_pointer(tile, row_nbytes_, first_step_, low);
+        scale_high_ = F::scale_pointer(tile, row_nbytes_, first_step_, high);
         step_ = first_step_;
     }
 
     __device__ __forceinline__ void fetch() {
         if (units_.begin < units_.end) {
-            u32 to = slots_ + fill_ * SLOT_NBYTES + threadIdx.x % 32 * 16;
-            u32 scales_to = scales_ + fill_ * F::SCALES_NBYTES;
+            u32 to = slots_ + fill_ % RING * SLOT_NBYTES + threadIdx.x % 32 * 16;
             if (whole_) {
                 copy16(to, low_);
                 copy16(to + CHUNKS_NBYTES, low_ + 64);
                 copy16(to + 2 * CHUNKS_NBYTES, high_);
                 copy16(to + 3 * CHUNKS_NBYTES, high_ + 64);
-                F::copy_scales(scales_to, scale_);
+                F::copy_scales(scales_, fill_, scale_low_, scale_high_, step_, step_ == first_step_, last_step_);
             } else {
                 u32 at = step_ * F::STEP_NBYTES + threadIdx.x % 4 * 16;
                 copy_padded(to, low_, at);
                 copy_padded(to + CHUNKS_NBYTES, low_ + 64, at + 64);
                 copy_padded(to + 2 * CHUNKS_NBYTES, high_, at + F::HIGH_NBYTES);
                 copy_padded(to + 3 * CHUNKS_NBYTES, high_ + 64, at + F::HIGH_NBYTES + 64);
-                F::store_scales(scales_to, scale_, step_, row_nbytes_);
+                F::store_scales(scales_ + fill_ * F::SCALES_NBYTES, scale_low_, scale_high_, step_, row_nbytes_);
             }
             low_ += F::STEP_NBYTES;
             high_ += F::STEP_NBYTES;
-            scale_ += F::SCALES_A_ROW;
+            scale_low_ += F::SCALES_A_ROW;
+            scale_high_ += F::SCALES_A_ROW;
             if (++step_ == last_step_) {
                 units_.begin += units_.stride;
                 open_tile();
             }
         }
         close_copies();
-        fill_ = (fill_ + 1) % RING;
+        fill_ = (fill_ + 1) % F::SCALE_RING;
     }
 
     // Rows are multiples of 16 bytes: a chunk lies inside its row or outside.
@@ -162,9 +163,9 @@ class Ring {
     }
 
     Source source_;
-    const u8 *low_, *high_, *scale_;
+    const u8 *low_, *high_, *scale_low_, *scale_high_;
     u32 row_nbytes_, first_step_, last_step_, step_;
     Units units_;  // those not copied yet
-    u32 slots_, scales_, fill_, drain_;
+    u32 slots_, scales_, fill_, drain_;  // fill and drain count modulo the scale bytes' ring, a multiple of RING
     bool whole_;
 };

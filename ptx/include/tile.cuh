@@ -50,6 +50,7 @@ struct Fp8 : SixteenRows {
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;  // of activations, a step
     static constexpr u32 SCALES_A_ROW = K_STEP / 32;
     static constexpr u32 SCALES_NBYTES = SCALES_A_ROW;
+    static constexpr u32 SCALE_RING = RING;
     static constexpr float UNIT = E4M3_UNIT;
 
     u32 x_[4][4];
@@ -92,15 +93,16 @@ struct Fp8 : SixteenRows {
         acc[3] += (dots[0][3] + dots[1][3]) * act[1] * w1;
     }
 
-    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32 row_nbytes, u32 step) {
+    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32 row_nbytes, u32 step, u32) {
         return tile.scale + static_cast<u64>(tile.first / 32) * (row_nbytes / 32) + step * SCALES_A_ROW;
     }
 
-    __device__ static __forceinline__ void copy_scales(u32 to, const u8* from) {
-        if (threadIdx.x % 32 == 0) copy4(to, from);
+    __device__ static __forceinline__ void copy_scales(
+        u32 ring, u32 fill, const u8* from, const u8*, u32, bool, u32) {
+        if (threadIdx.x % 32 == 0) copy4(ring + fill * SCALES_NBYTES, from);
     }
 
-    __device__ static __forceinline__ void store_scales(u32 to, const u8* from, u32 step, u32 row_nbytes) {
+    __device__ static __forceinline__ void store_scales(u32 to, const u8* from, const u8*, u32 step, u32 row_nbytes) {
         u32 i = threadIdx.x % 32;
         if (i < SCALES_A_ROW) store_shared_u8(to + i, step * SCALES_A_ROW + i < row_nbytes / 32 ? from[i] : 0u);
     }
@@ -119,6 +121,10 @@ struct Fp4 : SixteenRows {
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;
     static constexpr u32 SCALES_A_ROW = K_STEP / 32;
     static constexpr u32 SCALES_NBYTES = ROWS * SCALES_A_ROW;
+    // Memory gives 32 bytes at a time, which are the scales of four steps of a row: they are copied together, so that
+    // host memory, which no cache holds, is read once. Twice the ring, because a copy reaches three steps ahead.
+    static constexpr u32 SCALE_STEPS = 32 / SCALES_A_ROW;
+    static constexpr u32 SCALE_RING = 2 * RING;
     static constexpr float UNIT = E2M1_UNIT;
 
     u32 x_[2][2][4];
@@ -168,23 +174,29 @@ struct Fp4 : SixteenRows {
         acc[3] += (dots[0][3] + dots[1][3]) * act[1] * e8m0(load_shared_u8(high_scales + 1));
     }
 
-    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32 row_nbytes, u32 step) {
-        u32 row = tile.first + threadIdx.x % ROWS;
-        row = row < tile.end ? row : tile.end - 1;
+    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32 row_nbytes, u32 step, u32 row) {
         return tile.scale + static_cast<u64>(row) * (row_nbytes / 16) + step * SCALES_A_ROW;
     }
 
-    __device__ static __forceinline__ void copy_scales(u32 to, const u8* from) {
-        u32 lane = threadIdx.x % 32;
-        if (lane < ROWS) copy8(to + lane * SCALES_A_ROW, from);
+    // `low`, `high`: the step's bytes of rows g and g+8. The four lanes of a row take a step each.
+    __device__ static __forceinline__ void copy_scales(
+        u32 ring, u32 fill, const u8* low, const u8* high, u32 step, bool first, u32 last) {
+        u32 done = step % SCALE_STEPS, t = lane_in_group();
+        if (done != 0 && !first) return;  // came with an earlier step
+        if (t < done || step + t - done >= last) return;
+        u32 ahead = t - done;
+        u32 to = ring + (fill + ahead) % SCALE_RING * SCALES_NBYTES + lane_group() * SCALES_A_ROW;
+        copy8(to, low + ahead * SCALES_A_ROW);
+        copy8(to + 8 * SCALES_A_ROW, high + ahead * SCALES_A_ROW);
     }
 
-    __device__ static __forceinline__ void store_scales(u32 to, const u8* from, u32 step, u32 row_nbytes) {
-        u32 lane = threadIdx.x % 32;
-        if (lane >= ROWS) return;
-        for (u32 i = 0; i < SCALES_A_ROW; i++) {
+    __device__ static __forceinline__ void store_scales(
+        u32 to, const u8* low, const u8* high, u32 step, u32 row_nbytes) {
+        to += lane_group() * SCALES_A_ROW;
+        for (u32 i = lane_in_group(); i < SCALES_A_ROW; i += 4) {
             bool inside = step * SCALES_A_ROW + i < row_nbytes / 16;
-            store_shared_u8(to + lane * SCALES_A_ROW + i, inside ? from[i] : 0u);
+            store_shared_u8(to + i, inside ? low[i] : 0u);
+            store_shared_u8(to + 8 * SCALES_A_ROW + i, inside ? high[i] : 0u);
         }
     }
 
@@ -207,6 +219,7 @@ struct Bf16 {
     static constexpr u32 VALUES_NBYTES = 2 * K_STEP;
     static constexpr u32 SCALES_A_ROW = 0;
     static constexpr u32 SCALES_NBYTES = 0;
+    static constexpr u32 SCALE_RING = RING;
 
     u32 x_[4][2];
     u32 mine_, offset_;
@@ -240,9 +253,9 @@ struct Bf16 {
         if (lane_in_group() == 0) sums[lane_group()] = sum;
     }
 
-    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32, u32) { return tile.weight; }
-    __device__ static __forceinline__ void copy_scales(u32, const u8*) {}
-    __device__ static __forceinline__ void store_scales(u32, const u8*, u32, u32) {}
+    __device__ static __forceinline__ const u8* scale_pointer(const Tile& tile, u32, u32, u32) { return tile.weight; }
+    __device__ static __forceinline__ void copy_scales(u32, u32, const u8*, const u8*, u32, bool, u32) {}
+    __device__ static __forceinline__ void store_scales(u32, const u8*, const u8*, u32, u32) {}
 
     __device__ static __forceinline__ void store(const Activations& x, u32 k, const float (&v)[8]) {
         *reinterpret_cast<uint4*>(x.values + 2 * k) = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),

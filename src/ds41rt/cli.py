@@ -126,7 +126,7 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", default="lru,oldest,least-used", metavar="P,P,...", help="default: %(default)s")
     parser.add_argument("--evict-random-pct", type=float, default=8.0, metavar="X", help="default: %(default)s")
     parser.add_argument(
-        "--moves", type=int, default=8, metavar="N", help="promotions a token at most (default: %(default)s)"
+        "--moves", type=int, default=4, metavar="N", help="promotions a token at most (default: %(default)s)"
     )
     parser.add_argument(
         "--promote-after",
@@ -136,9 +136,9 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
         help="host hits since it came there that let an expert move to the device (default: %(default)s)",
     )
     parser.add_argument(
-        "--most-used-first",
+        "--first-used-first",
         action="store_true",
-        help="of more candidates than moves take those with the most host hits, not those of the first layers",
+        help="of more candidates than moves take those of the first layers, not those with the most host hits",
     )
     parser.add_argument(
         "--pcie-gb-s", type=float, default=54.0, metavar="X", help="host to device, H200: %(default)s GB/s (default)"

@@ -46,7 +46,7 @@ from ds41rt.moe.fetch import ExpertFetcher
 from ds41rt.moe.guess import GuessBuffers
 from ds41rt.moe.header import SLOT_TABLE_LAYERS
 from ds41rt.moe.host_memory import available_nbytes
-from ds41rt.moe.mover import Mover
+from ds41rt.moe.mover import MOVES_PER_TOKEN, Mover
 from ds41rt.moe.pool import PinnedPool, open_pool
 from ds41rt.moe.route import MoeRouter, PlanBuffers, RouteConfig
 from ds41rt.moe.slots import SlotTable
@@ -408,6 +408,7 @@ class Engine:
             self._source.expert_layout.nbytes,
             host_slots=budget.host_slots,
             spare_slots=settings.staging_slots,
+            move_slots=2 * MOVES_PER_TOKEN if budget.device_slots else 0,  # one a move, for two tokens
             least_host=max(0, cfg.top_k - budget.device_slots),
             least_spare=min(settings.staging_slots, cfg.top_k),
         )
@@ -418,7 +419,7 @@ class Engine:
             device=budget.device_reason,
             host_slots=host_slots,
             host=budget.host_reason,
-            staging_slots=pool.n_slots - host_slots,
+            spare_slots=pool.n_slots - host_slots,
         )
         return budget.device_slots, pool, host_slots
 

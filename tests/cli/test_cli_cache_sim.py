@@ -99,7 +99,7 @@ def test_the_simulation_has_the_hits_of_the_run_that_was_recorded(
 def test_json_rows_and_formula(trace: Path, capsys: Capsys) -> None:
     found = simulated(
         capsys, "--trace", trace, "--device-slots", "600,300", "--host-slots", "0,500", "--moves", 3,
-        "--promote-after", 2, "--most-used-first", "--pcie-gb-s", 50, "--disk-gb-s", 4, "--compute-ms", 1.5,
+        "--promote-after", 2, "--first-used-first", "--pcie-gb-s", 50, "--disk-gb-s", 4, "--compute-ms", 1.5,
     )  # fmt: skip
     assert found["trace"] == {
         "name": str(trace), "tokens": 120, "warm_tokens": 40, "n_layers": 8, "n_experts": 384, "top_k": 6,
@@ -107,7 +107,7 @@ def test_json_rows_and_formula(trace: Path, capsys: Capsys) -> None:
         "slot_nbytes": route_facts(PRESETS["tiny"]).slot_nbytes, "segment_starts": [0, 2, 5, 7],
     }  # fmt: skip
     assumed = found["assumed"]
-    assert (assumed["moves"], assumed["promote_after"], assumed["most_used_first"]) == (3, 2, True)
+    assert (assumed["moves"], assumed["promote_after"], assumed["most_used_first"]) == (3, 2, False)
     assert (assumed["pcie_gb_s"], assumed["disk_gb_s"], assumed["compute_ms"]) == (50, 4, 1.5)
     rows = found["rows"]
     assert [(r["device_slots"], r["host_slots"], r["policy"]) for r in rows] == [

@@ -38,7 +38,7 @@ def micro(checkpoint: Callable[[str], Path]) -> Path:
 def expected(micro: Path) -> tuple[list[int], NDArray[np.float32]]:
     """Eight greedy tokens after PROMPT and the logits of every position, by hand on the engine."""
     image = ModelConfig.from_checkpoint(micro).image_token
-    with Engine.open(micro, mode="eager") as engine, engine.new_sequence() as seq:
+    with Engine.open(micro, mode="eager", backend="host") as engine, engine.new_sequence() as seq:
         rows = [engine.decode_step(seq, t) for t in PROMPT]
         new: list[int] = []
         while True:

@@ -43,8 +43,9 @@ def snapshot_byte(patch: pytest.MonkeyPatch, engine: Engine) -> None:
 
 
 def slot_byte(patch: pytest.MonkeyPatch, engine: Engine) -> None:
-    """Of an expert in staging, on its way into its slot."""
-    flip_before(patch, engine, "copy_h2d", "expert.copy", lambda dst, src: src.device_ptr + 100)
+    """Of an expert in staging, on its way into its slot: the first one is staged in the pool's slot 1."""
+    staged = engine.arena.slot_nbytes + 100
+    flip_before(patch, engine, "copy_h2d", "expert.copy", lambda dst, src: src.device_ptr + staged)
 
 
 def header_byte(patch: pytest.MonkeyPatch, engine: Engine) -> None:

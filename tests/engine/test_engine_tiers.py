@@ -30,18 +30,17 @@ def no_thread_left() -> Iterator[None]:
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("schedule", ["lazy", "random:3"])
-@pytest.mark.parametrize("policy", ["oldest", "least-used"])
+@pytest.mark.parametrize(("policy", "schedule"), [("oldest", "random:3"), ("least-used", "lazy")])
 @pytest.mark.parametrize(("device", "host"), [(0, 3), (2, 1), (5, 9), (12, 24), (24, 8), (0, 30)])
 def test_small_tiers(checkpoint: Checkpoints, device: int, host: int, policy: str, schedule: str) -> None:
     with Run(
         reference(checkpoint("micro")), slots=device, host_slots=host, evict_policy=policy, schedule=schedule
     ) as run:
-        run.steps(30)
+        run.steps(14)
         stats = check_counters(run)
         assert stats.host_hits > 0 or host <= TOP_K
         assert (stats.expert_slots, stats.host_slots) == (device, host)
-        assert stats.promotions > 0 or device * host == 0 or device + host < 10
+        assert stats.promotions > 0 or device * host == 0 or device + host < 20
         run.check_table()
 
 
@@ -53,7 +52,7 @@ def test_a_decode_out_of_the_host_tier_never_falls(checkpoint: Checkpoints, devi
         cfg = run.engine.config
         for layer in range(cfg.n_layers):
             run.engine.preload(layer, range(cfg.n_experts))
-        run.steps(60)
+        run.steps(40)
         stats = check_counters(run)
         assert (stats.misses, sum(stats.falls.values())) == (0, 0)
         assert stats.clean_replays == stats.replays > 0
@@ -68,7 +67,7 @@ def test_threads_change_neither_bits_nor_map(checkpoint: Checkpoints, mode: str)
     for threads in (0, 8):
         seen = []
         with Run(reference(checkpoint("micro")), mode=mode, slots=10, host_slots=16, reader_threads=threads) as run:
-            for _ in range(40):
+            for _ in range(24):
                 run.step()
                 seen.append(list(run.engine.cache.codes))
         maps.append(seen)
@@ -96,9 +95,9 @@ def test_reading_ahead(checkpoint: Checkpoints, mode: str, threads: int) -> None
     with Run(
         reference(checkpoint("micro")), mode=mode, slots=8, host_slots=9, prefetch=True, reader_threads=threads
     ) as run:
-        run.steps(20)
+        run.steps(10)
         run.engine._fetcher._source = cast(Any, Unlucky(run.engine._fetcher._source))
-        while run.seq.position < 60:
+        while run.seq.position < 36:
             try:
                 run.step()
             except CacheError:
@@ -151,9 +150,9 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("n", range(10))
-@pytest.mark.parametrize("sizes", [(16, 0), (0, 16), (6, 10)])
-def test_an_interrupted_decode(checkpoint: Checkpoints, sizes: tuple[int, int], n: int) -> None:
+def test_an_interrupted_decode(checkpoint: Checkpoints, n: int) -> None:
     """Ctrl-C while reads run, at ten points: it ends the step at once, nothing is lost, the token can be repeated."""
+    sizes = ((16, 0), (0, 16), (6, 10))[n % 3]
     ref = reference(checkpoint("micro"))
     with Run(ref, slots=sizes[0], host_slots=sizes[1], reader_threads=3) as run:
         run.steps(2)
@@ -248,8 +247,8 @@ def test_every_allocation_fails_once(checkpoint: Checkpoints) -> None:
                 break
             assert engine.stats().host_slots < 10  # the only failure that is made up for
         assert not any(backend.live().values())
-        n += 1
-    assert n > 20
+        n += 3
+    assert n > 60
 
 
 # ---- memory
@@ -266,7 +265,7 @@ def short_of_pinned(nbytes: int) -> ProbeBackend:
     return ProbeBackend("lazy", hook)
 
 
-@pytest.mark.parametrize("n_slots", [13, 16, 20, 30, 38])
+@pytest.mark.parametrize("n_slots", [6, 13, 16, 20, 30, 55])
 def test_pinned_memory_that_is_short(checkpoint: Checkpoints, n_slots: int) -> None:
     """Case 17: a smaller host tier with one warning, and tokens as ever."""
     with Run(reference(checkpoint("micro"))) as run:
@@ -276,8 +275,10 @@ def test_pinned_memory_that_is_short(checkpoint: Checkpoints, n_slots: int) -> N
         run = Run(reference(checkpoint("micro")), slots=8, host_slots=24, staging_slots=16, backend=backend)
     with run:
         stats = run.stats()
-        assert stats.host_slots + 16 <= max(n_slots, 16)
-        assert stats.host_slots >= 0.7 * (n_slots - 16) - 1
+        host, n_pool = stats.host_slots, run.engine._pool.n_slots
+        assert n_pool <= n_slots
+        assert n_pool == host + 16 + min(host, 16) or host == 0
+        assert (host == 0) == (n_slots <= 16)
         warnings = [entry for entry in logs if entry["log_level"] == "warning"]
         assert [entry["event"] for entry in warnings] == ["pinned memory is short"]
         run.steps(12)
@@ -347,14 +348,14 @@ def test_the_adaptive_mode_changes_no_bit(checkpoint: Checkpoints, monkeypatch: 
 
         mode._clock = clock
         kinds: list[bool] = []
-        for _ in range(120):
-            segments_are_slow = len(kinds) < 60
+        for _ in range(80):
+            segments_are_slow = len(kinds) < 40
             run.step()
             kinds.append(machine.seg.segment_mode)
         check_counters(run, undisturbed=False)
         assert run.stats().recaptures == 0
-        assert kinds[:60].count(False) > 30
-        assert kinds[60:].count(True) > 30
+        assert kinds[:40].count(False) > 20
+        assert kinds[40:].count(True) > 20
 
 
 def test_the_modes_and_their_switches(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

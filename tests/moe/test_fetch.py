@@ -32,8 +32,7 @@ from ds41rt.moe.pool import PinnedPool, open_pool
 LIMIT = 60
 
 
-@pytest.mark.parametrize("threads", [0, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "threads"), [*((s, 0) for s in SCHEDULES), ("random:3", 4)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_tokens(sizes: tuple[int, int], schedule: str, threads: int) -> None:
     """Random picks; what every kernel saw, and what map, table and slots say after every token."""
@@ -406,11 +405,17 @@ def test_a_smaller_host_tier_then_a_smaller_ring(limit: int) -> None:
         assert warning["asked_nbytes"] == 36 * SLOT_NBYTES
         assert warning["achieved_nbytes"] == pool.n_slots * SLOT_NBYTES
         assert warning["host_slots"] == f"{n_host} of 20"
-        assert warning["staging_slots"] == f"{n_spare} of 16"
+        assert warning["spare_slots"] == f"{n_spare} of 16"
         assert f"{(limit + 1) * SLOT_NBYTES} are free" in warning["error"]
     backend.free(backend.alloc("the next call", 100))
     pool.close()
     assert backend.ledger() == ()
+
+
+def test_slots_for_moves_go_with_the_host_tier() -> None:
+    for limit, want in ((60, (20, 16, 5)), (40, (15, 16, 5)), (20, (2, 16, 2)), (16, (0, 16, 0))):
+        pool, n_host, _, _ = opened(limit, 20, 16, move_slots=5, least_spare=6)
+        assert (n_host, pool.n_slots) == (want[0], sum(want))
 
 
 def test_less_than_what_is_needed_is_an_error() -> None:

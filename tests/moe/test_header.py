@@ -14,6 +14,7 @@ from ds41rt.moe.header import (
     NOT_FINITE,
     SLOT_TABLE_LAYERS,
     HeaderError,
+    clean_codes,
     header_words,
     parse,
     slots_agree,
@@ -118,3 +119,41 @@ def test_slots_agree_is_in_ascending_order_of_experts_not_in_pick_order() -> Non
     resident_row(cache, rows, 0, picks)
     write_row(rows, 0, picks, [cache.slot_of(0, e) for e in picks])
     assert slots_agree(parse(0, rows[0].tolist(), N_EXPERTS), cache) == (4, cache.slot_of(0, 300))
+
+
+def test_clean_codes_are_those_of_a_row_without_a_fault() -> None:
+    """Anything odd about a row sends it to the closer look: flags, picks, and each plan slot."""
+    cache = ExpertCache(4, N_EXPERTS, 20, host_slots=20, pool_slots=26)
+    picks, other = [300, 7, 120, 4, 250, 9], [1, 2, 3, 5, 6, 8]
+    for layer, experts in ((2, picks[:4]), (3, other), (1, list(range(10, 16))), (0, list(range(6))), (2, picks[4:])):
+        cache.begin_epoch()
+        for ticket in cache.plan_fetch(layer, experts).tickets:
+            cache.evict(ticket)
+            cache.commit(ticket, 20 + ticket.expert % 6)
+    codes = [cache.slot_of(2, e) for e in sorted(picks)]
+    assert any(code & HOST_SLOT_BIT for code in codes)
+    assert any(not code & HOST_SLOT_BIT for code in codes)
+    words = [0, *picks, *([0x3F000000] * K), *codes]
+    assert clean_codes(2, words, cache) == codes
+    for flag in (MISS, NOT_FINITE, 4, -1):
+        assert clean_codes(2, [flag, *words[1:]], cache) is None
+    for i in range(K):
+        for wrong in (-1, N_EXPERTS, 2**31 - 1, -(2**31), words[1 + (i + 1) % K], 17):
+            assert clean_codes(2, [*words[: 1 + i], wrong, *words[2 + i :]], cache) is None
+        for wrong in (ABSENT, 0, codes[i - 1], 1 << 29, HOST_SLOT_BIT | 7, codes[i] ^ HOST_SLOT_BIT):
+            at = 1 + 2 * K + i
+            assert clean_codes(2, [*words[:at], wrong, *words[at + 1 :]], cache) is None
+    assert clean_codes(3, words, cache) is None  # the same picks of another layer
+
+
+def test_an_absent_pick_is_not_clean_though_the_table_agrees() -> None:
+    cache = ExpertCache(1, N_EXPERTS, 8)
+    assert clean_codes(0, [0, 1, 2, 3, 4, 5, 6, *([0] * K), *([0] * K)], cache) is None
+
+
+def test_the_same_pick_twice_is_not_clean_though_its_slot_is_right() -> None:
+    cache = ExpertCache(1, N_EXPERTS, 8)
+    rows = noise()
+    resident_row(cache, rows, 0, [1, 2, 3, 4, 5, 6])
+    words = [0, 1, 2, 3, 4, 5, 5, *([0] * K), *(cache.slot_of(0, e) for e in (1, 2, 3, 4, 5, 5))]
+    assert clean_codes(0, words, cache) is None

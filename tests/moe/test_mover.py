@@ -306,7 +306,7 @@ def test_a_lost_device_is_raised() -> None:
 def moves_under_kernels(rig: Rig) -> None:
     """Tokens of which some end without a drain."""
     rng = random.Random(9)
-    for i in range(30):
+    for i in range(60):
         rig.token(rng, drain=i % 5 == 4)
     rig.check()
 

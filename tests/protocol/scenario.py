@@ -201,6 +201,7 @@ class World:
         self.texts: dict[str, Text] = {}
         self.moved: list[DeviceBuffer] = []
         self.tampered: set[Pick] = set()
+        self.unrest = False  # a call was made to fail, and no whole step has followed
         self.n_tokens = 0
         self.read_fails = False
         self.seen = StreamsSeen(self.reader, cfg.n_layers)
@@ -236,7 +237,8 @@ class World:
         if verb:
             verb, _, arg = verb.partition("=")
             getattr(self, f"_{verb}")(name, arg, given)
-            self.check_rest(quiet=not {"fail", "stop"} & set(given))
+            self.unrest |= bool({"fail", "stop"} & set(given))
+            self.check_rest(quiet=not self.unrest)
         else:
             for _ in range(int(times or 1)):
                 self._step(name, given)
@@ -332,6 +334,7 @@ class World:
             assert raised in planted or raised.__cause__ in planted, f"nobody planted {raised!r}"
             assert failing is None or failing.kind != "record", "a failed capture reached the caller"
             assert seq.position == at
+            self.unrest = True
             self.check_rest(quiet=False)
             return
         self.n_tokens += 1
@@ -350,6 +353,7 @@ class World:
         disturbed = (failing is not None and failing.fired) or (reads is not None and reads.fired)
         self.check_step(before, at, graphs, dropped, disturbed=disturbed)
         self.check_expectations(before, given)
+        self.unrest = disturbed
         self.check_rest(quiet=not disturbed)
 
     def prepare(self, text: Text, expected: Expected, given: dict[str, str]) -> None:
@@ -420,7 +424,7 @@ class World:
     # ---- after every word
 
     def check_rest(self, *, quiet: bool) -> None:
-        """What holds at any time between two words; `quiet`: no call was made to fail in the last one."""
+        """What holds at any time between two words; `quiet`: no call was made to fail since the last whole step."""
         engine = self.engine
         s, cfg, seg = engine.stats(), engine.config, engine.machine.seg
         assert s.tokens == self.n_tokens

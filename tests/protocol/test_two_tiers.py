@@ -87,8 +87,8 @@ def test_calls_fail_inside_of_moves(run: Runner) -> None:
     """Any call of a token with moves in flight, also of the moves themselves: the token fails or it does not, and the
     next one is right."""
     words = ["a*6", "b*2"]
-    for n in range(40):
-        words += [f"a/host=all/fail={n}", "b/host=1.0+3.2", f"a/{('stop', 'late')[n % 2]}={n}", "a"]
+    for n in range(0, 40, 2):
+        words += [f"a/host=all/fail={n}", "b/host=1.0+3.2", f"a/{('stop', 'late')[n // 2 % 2]}={n}", "a"]
     world = run(Scenario(" ".join(words), slots=14, host=24))
     assert world.last is not None
     assert world.last.promotions > 0

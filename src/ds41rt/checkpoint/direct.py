@@ -26,7 +26,7 @@ DirectReads = Literal["auto", "on", "off"]
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: the platform has none
 # Of offset, length and address; the first that a file's own file system accepts is used for it.
 _ALIGNMENTS = (4096, 16384, 65536)
-_BOUNCE_NBYTES = 4 << 20
+_BOUNCE_NBYTES = 20 << 20  # the largest part of an expert in one call: many requests are on their way at once
 # How the system says that this read cannot be direct, while another way may work. EFAULT: memory that a device driver
 # mapped may be no target of direct reads.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT}
@@ -80,6 +80,10 @@ class DirectReader:
         if refused:
             shard, why = refused[0]
             log.info("no direct reads", n_files=len(refused), first=str(shard.path), why=why.strerror)
+
+    def is_direct(self, shard: Shard) -> bool:
+        """Whether this file is read past the page cache, as far as is known by now."""
+        return shard in self._files
 
     def read(self, shard: Shard, off: int, out: NDArray[np.uint8], what: str) -> None:
         """Fill the contiguous uint8 array `out` from file offset `off`; `what` names the bytes in errors.

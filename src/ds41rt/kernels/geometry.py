@@ -17,16 +17,17 @@ _BLOCKS_PER_SM = 2
 
 
 class WeightFormat(NamedTuple):
-    """What one step of 2 KB holds: matrix rows, K values and scales of one row (each of 32 values), scale bytes."""
+    """What one step of 2 KB holds: matrix rows, K values and scales of one row (each of 32 values); and the bytes of a
+    warp's ring of scales, which for FP4 is twice as long as its ring of weights."""
 
     rows: int
     k_step: int
     scales: int
-    ring_scales_nbytes: int
+    scale_ring_nbytes: int
 
 
-FP8 = WeightFormat(16, 128, 4, 4)
-FP4 = WeightFormat(16, 256, 8, 128)
+FP8 = WeightFormat(16, 128, 4, 4 * _RING)
+FP4 = WeightFormat(16, 256, 8, 128 * 2 * _RING)
 BF16_PLAIN = WeightFormat(8, 128, 0, 0)
 
 
@@ -36,7 +37,7 @@ def _steps(fmt: WeightFormat, k: int) -> int:
 
 def shared_nbytes(fmt: WeightFormat, k: int) -> int:
     """Dynamic shared memory of a block for a product over K values."""
-    rings = _WARPS * _RING * (_SLOT_NBYTES + fmt.ring_scales_nbytes)
+    rings = _WARPS * (_RING * _SLOT_NBYTES + fmt.scale_ring_nbytes)
     partial = 2 * _WARPS * fmt.rows * 4
     return rings + partial + _steps(fmt, k) * (2 * fmt.k_step + 4 * fmt.scales)
 

@@ -10,6 +10,7 @@ A move advances only where a token starts, and never waits. At every moment each
 So no expert is absent because of a move, and a move never costs a fall. This file must not know layers or segments.
 """
 
+from array import array
 from dataclasses import dataclass
 
 from ds41rt.cu.backend import Event, GpuBackend, Stream
@@ -22,8 +23,9 @@ from ds41rt.moe.pool import PinnedPool
 from ds41rt.moe.slots import SlotTable
 
 log = Logger("ds41rt.moe")
-# More would use the link for longer than a token takes.
-MOVES_PER_TOKEN = 8
+# With the most used experts first, four do what eight would and keep the link busy for half as long; see
+# docs/cache-sizing.md.
+MOVES_PER_TOKEN = 4
 # A batch lives for three tokens: one is saved, one filled and one lands while the next begins.
 _N_BATCHES = 3
 
@@ -51,8 +53,9 @@ class _Batch:
 
 
 class Mover:
-    """Up to `MOVES_PER_TOKEN` promotions a token. `keep` spare pool slots, and as many slots that are no part of a
-    move, are left to the step: what one layer needs.
+    """Up to `MOVES_PER_TOKEN` promotions a token, of the experts used most often in the host tier.
+
+    `keep` spare pool slots, and as many slots that are no part of a move, are left to the step: what one layer needs.
 
     Counters: `n_promoted` and `n_demoted` experts that have arrived, `nbytes_moved` of both directions.
     """
@@ -70,6 +73,8 @@ class Mover:
         self.n_promoted = 0
         self.n_demoted = 0
         self.nbytes_moved = 0
+        # By key: tokens that used it in the host tier since it was promoted last.
+        self._uses = array("i", [0]) * (cache.n_layers * cache.n_experts)
         self._events: list[Event] = []
         self._copies = backend.create_stream("expert moves")
         self._streams = [self._copies]
@@ -99,6 +104,9 @@ class Mover:
             self._pool.leave(slot)
         idle = next((batch for batch in self._batches if not batch.transfers), None)
         wanted = self._cache.take_used_in_host()
+        for key in wanted:
+            self._uses[key] += 1
+        wanted.sort(key=self._uses.__getitem__, reverse=True)  # stable: of equals the first used
         if idle is not None and wanted:
             try:
                 self._begin(idle, wanted, stream)
@@ -182,7 +190,9 @@ class Mover:
 
     def _land(self, batch: _Batch) -> None:
         while batch.transfers:
-            home = self._cache.promote(batch.transfers[-1].move)
+            move = batch.transfers[-1].move
+            home = self._cache.promote(move)
+            self._uses[move.key] = 0
             batch.transfers.pop()
             self._pool.leave(home)
             self.n_promoted += 1

@@ -122,18 +122,21 @@ def open_pool(
     *,
     host_slots: int,
     spare_slots: int,
+    move_slots: int = 0,
     least_host: int = 0,
     least_spare: int = 1,
 ) -> tuple[PinnedPool, int]:
-    """A pool for `host_slots` experts of the host tier and `spare_slots` more: (pool, host slots it has room for).
+    """A pool for `host_slots` experts of the host tier: (pool, host slots it has room for).
 
-    Where the system does not give that much, the host tier shrinks by quarters, then the spare slots do; one warning
-    says what was asked for and what was achieved. Raises `OutOfDeviceMemory` when there is not even the least.
+    It has `spare_slots` more, and up to `move_slots` for moves out of the host tier, one an expert at most. Where the
+    system does not give that much, the host tier shrinks by quarters, then the spare slots do; one warning says what
+    was asked for and what was achieved. Raises `OutOfDeviceMemory` when there is not even the least.
     """
-    host, spare = host_slots, spare_slots
+    host, spare, refused = host_slots, spare_slots, ""
     while True:
         try:
-            pool = PinnedPool(backend, host + spare, slot_nbytes, nbytes)
+            pool = PinnedPool(backend, host + spare + min(move_slots, host), slot_nbytes, nbytes)
+            break
         except OutOfDeviceMemory as e:
             refused = str(e)
             if host > least_host:
@@ -142,14 +145,13 @@ def open_pool(
                 spare = max(spare * 3 // 4, least_spare)
             else:
                 raise
-            continue
-        if host + spare < host_slots + spare_slots:
-            log.warning(
-                "pinned memory is short",
-                asked_nbytes=(host_slots + spare_slots) * slot_nbytes,
-                achieved_nbytes=(host + spare) * slot_nbytes,
-                host_slots=f"{host} of {host_slots}",
-                staging_slots=f"{spare} of {spare_slots}",
-                error=refused,
-            )
-        return pool, host
+    if refused:
+        log.warning(
+            "pinned memory is short",
+            asked_nbytes=(host_slots + spare_slots + min(move_slots, host_slots)) * slot_nbytes,
+            achieved_nbytes=pool.n_slots * slot_nbytes,
+            host_slots=f"{host} of {host_slots}",
+            spare_slots=f"{spare} of {spare_slots}",
+            error=refused,
+        )
+    return pool, host

@@ -161,6 +161,8 @@ class StepMachine:
         """Layer 0's part of the step: clear the marks, latch the mode, compare what graphs bake, start the token."""
         seg = self.seg
         seg.clear_marks()
+        if seg.doomed:
+            self.destroy_doomed()  # what an earlier token could not
         seg.segment_mode = self.step_graph and seg.wanted and self.position > 0 and not seg.disabled
         if seg.segment_mode:
             baked = self.bodies.baked()

@@ -241,9 +241,11 @@ def file_tier(backend: GpuBackend, source: FilledSource, folder: Path, gb: float
                 engine.preload(0, range(at, at + cfg.top_k))
                 times.append(time.perf_counter() - start)
             read = engine.stats().expert_nbytes_read
+        direct = reader.is_direct(shard)
     rate = read / sum(times) / 1e9
     return {
         "experts": n,
+        "direct": direct,
         "expert_nbytes": nbytes,
         "at_a_time": cfg.top_k,
         "ms_per_layer": 1e3 * median(times),
@@ -324,9 +326,10 @@ def bench_streaming(args: argparse.Namespace) -> int:
     )
     if "file_tier" in result:
         f = result["file_tier"]
+        how = "direct" if f["direct"] else "through the page cache"
         print(
             f"file tier: {f['gb_per_s']:.2f} GB/s = {100 * f['share']:.0f} % of {f['plain_gb_per_s']:.2f} GB/s of "
-            f"plain reads, {f['experts']} experts, {f['at_a_time']} at a time by {c['threads']} threads "
+            f"plain reads, {how}, {f['experts']} experts, {f['at_a_time']} at a time by {c['threads']} threads "
             f"({f['ms_per_layer']:.1f} ms a layer)"
         )
     return 0

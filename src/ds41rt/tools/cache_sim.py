@@ -252,7 +252,7 @@ def _budgets(args: argparse.Namespace, facts: RouteFacts) -> list[Tiers]:
             evict_random_pct=args.evict_random_pct,
             moves=args.moves,
             promote_after=args.promote_after,
-            most_used_first=args.most_used_first,
+            most_used_first=not args.first_used_first,
         )
         for d, h in dict.fromkeys(pairs)
     ]
@@ -286,7 +286,7 @@ def cache_sim(args: argparse.Namespace) -> int:
                 "evict_random_pct": args.evict_random_pct,
                 "moves": args.moves,
                 "promote_after": args.promote_after,
-                "most_used_first": args.most_used_first,
+                "most_used_first": not args.first_used_first,
                 "formula": FORMULA,
             },
             "rows": [asdict(row) for row in rows],

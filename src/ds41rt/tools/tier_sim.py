@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ds41rt.errors import InputError
 from ds41rt.kernels.router import HOST_SLOT_BIT
 from ds41rt.moe.cache import ExpertCache
+from ds41rt.moe.mover import MOVES_PER_TOKEN
 from ds41rt.moe.route_trace import RouteTrace
 
 
@@ -18,17 +19,17 @@ class Tiers:
     """What to simulate: slots a tier, the policy of both, and the promotions.
 
     After a token up to `moves` experts that it used in the host tier, and that were used there `promote_after` times
-    since they came, change places with victims of the device tier; the first used ones, or with `most_used_first` the
-    ones used most often since they came.
+    since they came, change places with victims of the device tier; the ones used most often since they came, or without
+    `most_used_first` the first used ones.
     """
 
     device_slots: int
     host_slots: int = 0
     policy: str = "least-used"
     evict_random_pct: float = 8.0
-    moves: int = 8
+    moves: int = MOVES_PER_TOKEN
     promote_after: int = 1
-    most_used_first: bool = False
+    most_used_first: bool = True
     seed: int = 0
 
 
