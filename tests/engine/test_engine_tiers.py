@@ -127,6 +127,14 @@ def test_reading_ahead_needs_the_device_route(checkpoint: Checkpoints) -> None:
 # ---- interrupts
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is KeyboardInterrupt, also in a process that was started with it ignored, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupting:
     """A model source; from its n-th expert read on reads wait for `go`, and the n-th sends Ctrl-C to the main thread
     once that waits for reads."""
@@ -150,6 +158,7 @@ class Interrupting:
         self.source.read_expert(layer, expert, out)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("n", range(10))
 def test_an_interrupted_decode(checkpoint: Checkpoints, n: int) -> None:
     """Ctrl-C while reads run, at ten points: it ends the step at once, nothing is lost, the token can be repeated."""
@@ -178,6 +187,7 @@ def test_an_interrupted_decode(checkpoint: Checkpoints, n: int) -> None:
         check_counters(run, undisturbed=False)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("n", range(10))
 def test_an_interrupt_and_then_close(checkpoint: Checkpoints, n: int) -> None:
     """Closing waits for the reads that still run; no thread and no pinned memory is left."""

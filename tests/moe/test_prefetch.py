@@ -51,7 +51,7 @@ def test_the_running_read_is_waited_for_and_not_begun_again() -> None:
         go.set()
         wait(jobs)  # type: ignore[arg-type] # passed on
 
-    rig.fetcher.readers.wait = opens  # type: ignore[method-assign,assignment] # a spy
+    rig.fetcher.readers.wait = opens  # type: ignore[method-assign] # a spy
     rig.fetch(1, [4])
     assert rig.source.n_reads == 1
     assert counts(rig) == (1, 1, 0, 0)
