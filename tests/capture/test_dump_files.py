@@ -130,3 +130,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot be read") as info:
             load_dump(path)
         assert str(path) in str(info.value)
+
+
+def test_nesting_that_no_parser_follows() -> None:
+    with pytest.raises(InputError, match="deep: is not a capture dump"):
+        parse_dump("[" * 100_000, "deep")

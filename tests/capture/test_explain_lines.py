@@ -16,7 +16,8 @@ import pytest
 from explain_rig import Rig, assert_at, assert_first
 
 from ds41rt.capture.explain import Explanation, explain
-from ds41rt.cu.backend import CaptureStatus
+from ds41rt.cu.backend import CaptureStatus, GpuBackend, Stream
+from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import InputError
 
@@ -832,3 +833,16 @@ def test_the_tracer_of_somebody_else_is_put_back(rig: Rig) -> None:
     finally:
         sys.settrace(None)
     assert after is tracer
+
+
+def test_user_code_that_exits_is_a_failure() -> None:
+    """With its line, and not a capture that went well."""
+
+    def leaves(backend: GpuBackend, stream: Stream) -> None:
+        raise SystemExit(0)
+
+    backend = HostBackend()
+    found = explain(leaves, backend=backend)
+    assert not found.ok
+    assert "SystemExit" in found.to_text()
+    backend.close()

@@ -124,6 +124,35 @@ def test_reading_ahead_needs_the_device_route(checkpoint: Checkpoints) -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", ["eager", "step-graph"])
+def test_misses_into_the_host_tier_wait_for_nothing(checkpoint: Checkpoints, mode: str) -> None:
+    """Slots that keys have left are spare again after the read-back that every layer waits for anyway."""
+    with Run(reference(checkpoint("micro")), mode=mode, slots=0, host_slots=12, staging_slots=4) as run:
+        run.steps(4)
+        fetcher = run.engine._fetcher
+        fetcher._wait_for_a_slot = None  # type: ignore[method-assign,assignment] # any call fails
+        run.steps(10)
+        assert run.stats().misses > 40
+
+
+def test_every_layer_is_an_epoch_of_its_own(checkpoint: Checkpoints) -> None:
+    """In a clean replay as in the eager step: what the layer before has used may make room."""
+    for mode in ("step-graph", "eager"):
+        with Run(reference(checkpoint("micro")), mode=mode) as run:
+            run.steps(20)
+            cache, epochs = run.engine.cache, 0
+            begin_epoch = cache.begin_epoch
+
+            def count() -> None:
+                nonlocal epochs
+                epochs += 1
+                begin_epoch()  # noqa: B023 # called before the loop goes on
+
+            cache.begin_epoch = count  # type: ignore[method-assign] # a spy
+            run.step()
+            assert epochs == run.engine.config.n_layers
+
+
 # ---- interrupts
 
 

@@ -237,7 +237,9 @@ def test_all_slots_in_flight_are_waited_for() -> None:
 def test_an_interrupted_submit_loses_no_slot() -> None:
     """Nobody has the job: its slot is not handed out before all reads are done."""
     rig = Rig(0, 6, threads=2)
-    submit, left = rig.fetcher.readers.submit, 1
+    gate = Gate()
+    rig.source.before = lambda i, e: gate(i, e) if e == 2 else None
+    submit, drain, left = rig.fetcher.readers.submit, rig.fetcher.readers.drain, 1
 
     def stop(*args: Any) -> Any:
         nonlocal left
@@ -253,7 +255,17 @@ def test_an_interrupted_submit_loses_no_slot() -> None:
     rig.fetcher.readers.submit = submit  # type: ignore[method-assign]
     assert len(rig.fetcher._unknown) == 1
     rig.check()
+
+    def opens() -> None:
+        assert rig.fetcher._unknown
+        gate.open.set()
+        drain()
+
+    rig.fetcher.readers.drain = opens  # type: ignore[method-assign] # lets the read go when somebody waits for it
+    rig.source.before = lambda i, e: None
     rig.fetch(0, [1, 2, 3])
+    rig.fetcher.readers.drain = drain  # type: ignore[method-assign]
+    assert gate.open.is_set()
     assert rig.fetcher._unknown == []
     rig.check()
     rig.close()

@@ -223,6 +223,7 @@ class Model:
         counted = {"hits": cache.hits, "host_hits": cache.host_hits, "misses": cache.misses}
         assert counted == {name: self.counts[name] for name in counted}
         assert cache.n_moving == 2 * (len(self.saving) + len(self.filling))
+        assert cache._n_in_transit == sum(move.victim >= 0 for move in self.filling)
         assert {i * N_EXPERTS + e: code for i, e, code in cache.changes().triples} == self.table
 
 

@@ -106,7 +106,7 @@ class Node(_Record):
     label: str | None = None
     stream: str | None = None
     layer: int | None = None
-    moved_nbytes: int | None = None
+    moved_nbytes: int | None = Field(default=None, ge=0)
     kernel: Kernel | None = None
     copy_: Copy | None = Field(default=None, alias="copy")
     fill: Fill | None = None
@@ -207,7 +207,7 @@ def parse_dump(text: str | bytes, where: str) -> Dump:
     """A dump from its JSON text. Raises `InputError` naming `where`, and what is wrong with it."""
     try:
         raw: Any = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{where}: is not a capture dump: not valid JSON: {e}") from e
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise InputError(f"{where}: is not a capture dump: there is no field schema = {SCHEMA!r}")

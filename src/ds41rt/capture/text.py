@@ -62,7 +62,7 @@ def _buffers(graph: Graph) -> Iterator[str]:
     unowned = 0
     for node in graph.nodes:
         places = [place for _, place in node.places]
-        uses.update({place.owner for place in places if place.owner is not None})
+        uses.update(sorted({place.owner for place in places if place.owner is not None}))
         unowned += sum(place.owner is None for place in places)
     if uses:
         shown = ", ".join(f"{name} ({n})" for name, n in uses.most_common(_MOST_BUFFERS))

@@ -206,12 +206,12 @@ class ExpertCache:
 
     def _require_room(self, layer: int, held: set[int], n_missing: int) -> None:
         device, host = self._device.policy, self._host.policy
-        fixed = [code for code in held if code not in self._moving]
+        # Slots of moves are in neither order, and do not count.
         room = (
             len(self._empty)
             + self._host_room()
-            + (device.unpinned - device.n_unpinned(code for code in fixed if code < HOST_SLOT_BIT))
-            + (host.unpinned - host.n_unpinned(code ^ HOST_SLOT_BIT for code in fixed if code >= HOST_SLOT_BIT))
+            + (device.unpinned - device.n_unpinned(code for code in held if code < HOST_SLOT_BIT))
+            + (host.unpinned - host.n_unpinned(code ^ HOST_SLOT_BIT for code in held if code >= HOST_SLOT_BIT))
         )
         if n_missing <= room:
             return

@@ -47,13 +47,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     layers = min(8, cfg.n_layers) if args.layers is None else args.layers
     per_layer = min(16, cfg.n_experts) if args.experts_per_layer is None else args.experts_per_layer
     cfg = first_layers(cfg, layers)
-    for name, value, least in (
-        ("--tokens", args.tokens, 1),
-        ("--threads", args.threads, 1),
-        ("--disk-gb", args.disk_gb, 0),
-    ):
-        if value < least or (name == "--disk-gb" and value == 0):
+    for name, value in (("--tokens", args.tokens), ("--threads", args.threads)):
+        if value < 1:
             raise InputError(f"{name} must be at least 1, is {value}")
+    if not args.disk_gb > 0:
+        raise InputError(f"--disk-gb must be above 0, is {args.disk_gb}")
     if not cfg.top_k <= per_layer <= cfg.n_experts:
         raise InputError(f"--experts-per-layer must be in {cfg.top_k}..{cfg.n_experts}, is {per_layer}")
     with ExitStack() as stack:

@@ -78,7 +78,7 @@ def _load(text: str) -> Callable[..., object]:
         raise InputError(f"--call {text!r}: give module:function, for example model:step")
     try:
         found: object = import_module(name)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise InputError(f"--call {text!r}: module {name!r} cannot be imported: {type(e).__name__}: {e}") from e
     for part in function.split("."):
         if not hasattr(found, part):

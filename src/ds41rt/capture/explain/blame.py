@@ -105,7 +105,7 @@ def _recorded_fork(end: Failure, fork: Fork, is_place: IsPlace) -> Failure:
     return _unjoined(end, fork.stream, stack, _place(stack, is_place), work)
 
 
-def from_exception(left: Exception, is_place: IsPlace, before: CaptureStatus) -> Suspect:
+def from_exception(left: BaseException, is_place: IsPlace, before: CaptureStatus) -> Suspect:
     """An exception that no backend raised, by its traceback."""
     stack = []
     step = left.__traceback__

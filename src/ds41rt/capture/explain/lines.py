@@ -119,7 +119,7 @@ class LineWatch:
         sys.settrace(self._enter)
         try:
             call(*args)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and that is the answer then
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what the user's code raises is the answer
             sys.settrace(before)
             self.seen.left = self._leaving(error)
         finally:
@@ -279,7 +279,7 @@ class LineWatch:
             up = up.f_back
         return Moment(stream, before, after, tuple(stack), users, error, collected=self._collections > 0)
 
-    def _leaving(self, error: Exception) -> Moment:
+    def _leaving(self, error: BaseException) -> Moment:
         """The exception that left the callable; its traceback has the lines."""
         stack: list[Frame] = []
         step = error.__traceback__

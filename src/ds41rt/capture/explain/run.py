@@ -131,14 +131,14 @@ def _clean_up(notes: list[str], *steps: Callable[[], object]) -> None:
 def _through_backend(call: Callable[..., object], backend: GpuBackend, stream: int | None) -> Explanation:
     recorder = RecordingBackend(backend)
     owner = _owner(call)
-    left: Exception | None = None
+    left: BaseException | None = None
     notes: list[str] = []
     origin = backend.create_stream("explained capture") if stream is None else Stream(stream)
     try:
         recorder.begin_capture(origin)
         call(recorder.as_backend, origin)
         backend.destroy_graph(recorder.end_capture(origin))
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and that is the answer then
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what the user's code raises is the answer
         left = error
     finally:
         own = [] if stream is not None else [partial(backend.destroy_stream, origin)]
@@ -149,7 +149,7 @@ def _through_backend(call: Callable[..., object], backend: GpuBackend, stream: i
 def from_recording(
     subject: str,
     recorder: RecordingBackend,
-    left: Exception | None,
+    left: BaseException | None,
     is_place: IsPlace,
     notes: Sequence[str],
     *,
