@@ -111,7 +111,8 @@ def test_two_texts_alternate_with_a_miss_at_every_layer(
         if at > 1:  # the first two tokens of a text run eagerly and capture
             starve(engine, picks[which][at], (2 * at + which) % engine.config.n_layers)
 
-    graph, stats = run(checkpoint("tiny"), backend, "step-graph", texts, 64, disturb, evict_random_pct=0.0)
+    lru: dict[str, Any] = {"evict_policy": "oldest", "evict_random_pct": 0.0}
+    graph, stats = run(checkpoint("tiny"), backend, "step-graph", texts, 64, disturb, **lru)
     assert graph == solo
     assert stats.recaptures == 0
     assert all(n_falls > 0 for n_falls in stats.falls_by_layer), stats.falls_by_layer
