@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy16_padded(u32 to, const void* from, u32 nbyt
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(nbytes) : "memory");
 }
 
-// Through the first-level cache: neighbouring steps share the sector.
+// Through the first-level cache, past which only sixteen bytes can be copied.
 __device__ __forceinline__ void copy8(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }

@@ -126,7 +126,7 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", default="lru,oldest,least-used", metavar="P,P,...", help="default: %(default)s")
     parser.add_argument("--evict-random-pct", type=float, default=8.0, metavar="X", help="default: %(default)s")
     parser.add_argument(
-        "--moves", type=int, default=4, metavar="N", help="promotions a token at most (default: %(default)s)"
+        "--moves", type=int, metavar="N", help="promotions a token at most (default: as many as the runtime makes)"
     )
     parser.add_argument(
         "--promote-after",

@@ -437,7 +437,7 @@ class Engine:
                 top_k=cfg.top_k,
                 n_layers=cfg.n_layers,
                 limits=(_ROUTE_MAX_EXPERTS, _ROUTE_MAX_TOP_K, SLOT_TABLE_LAYERS),
-                step_graph="off" if self.settings.step_graph else "not asked for",
+                step_graph="off" if self._segments_wanted else "not asked for",
             )
         return fits
 
@@ -446,8 +446,12 @@ class Engine:
             log.warning("prefetch not usable", reason="experts are routed on the host")
         return self.device_route
 
+    @property
+    def _segments_wanted(self) -> bool:
+        return self.settings.step_graph or self.settings.adaptive
+
     def _step_graph_usable(self) -> bool:
-        if not (self.settings.step_graph or self.settings.adaptive):
+        if not self._segments_wanted:
             return False
         if not self.settings.device_route:
             log.warning("step graph not usable, the step runs eagerly", reason="the device route is off")
@@ -504,7 +508,6 @@ class Engine:
                 self.cache.begin_epoch()
                 self._fetcher.fetch(layer, experts[i : i + self.config.top_k], self.stream, count=False)
             self.backend.synchronize(self.stream)
-            self._pool.drained()
 
     def decode_step(self, seq: DecodeSequence, token: int) -> NDArray[np.float32]:
         """Process one token; returns the logits float32[vocab] for the next.

@@ -20,6 +20,7 @@ from ds41rt import __version__
 from ds41rt.attn.sequence import SequenceBuffers
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.synth_presets import PRESETS, RELEASED, first_layers
+from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.kernel import KernelLaunch, launch_nbytes
 from ds41rt.engine import DecodeSequence, Engine
@@ -137,7 +138,8 @@ def fill_sequence(engine: Engine, buffers: SequenceBuffers, seed: int = 0) -> No
     backend.free_pinned(host)
 
 
-def _time_tokens(engine: Engine, seq: DecodeSequence, n: int, tokens: np.random.Generator) -> list[float]:
+def time_tokens(engine: Engine, seq: DecodeSequence, n: int, tokens: np.random.Generator) -> list[float]:
+    """Times in us of `n` steps with random tokens."""
     times = []
     for _ in range(n):
         token = int(tokens.integers(3, 256))
@@ -147,11 +149,24 @@ def _time_tokens(engine: Engine, seq: DecodeSequence, n: int, tokens: np.random.
     return times
 
 
+def shapes_of(preset: str, layers: int | None) -> ModelConfig:
+    """The geometry of a preset or of the released model, cut to its first `layers` if given."""
+    cfg = RELEASED if preset == "released" else PRESETS[preset]
+    return cfg if layers is None else first_layers(cfg, layers)
+
+
+def refuse_released_on_host(backend: GpuBackend, why: str, preset: str) -> None:
+    """`why` is the reason for which the backend was chosen."""
+    if backend.name == "host" and preset == "released":
+        raise InputError(
+            f"the released shapes need a GPU, and the host backend was chosen ({why}); "
+            "try --preset tiny, which times NumPy, or see ds41rt doctor"
+        )
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All measurements as one JSON-ready object."""
-    cfg = RELEASED if args.preset == "released" else PRESETS[args.preset]
-    if args.layers is not None:
-        cfg = first_layers(cfg, args.layers)
+    cfg = shapes_of(args.preset, args.layers)
     if args.tokens < 1:
         raise InputError(f"--tokens must be at least 1, is {args.tokens}")
     per_layer = min(128, cfg.n_experts) if args.experts_per_layer is None else args.experts_per_layer
@@ -169,11 +184,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         raw, why = open_backend(args.backend or "auto", schedule=args.schedule)
         stack.callback(raw.close)
-        if raw.name == "host" and args.preset == "released":
-            raise InputError(
-                f"the released shapes need a GPU, and the host backend was chosen ({why}); "
-                "try --preset tiny, which times NumPy, or see ds41rt doctor"
-            )
+        refuse_released_on_host(raw, why, args.preset)
         result: dict[str, Any] = {"version": __version__, "backend": raw.name, "why": why, "device": raw.device_name}
         bandwidth = read_bandwidth(raw)
         counting: Any = CountingBackend(raw)
@@ -189,12 +200,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seq.position = context - needed
         tokens = np.random.default_rng(1)
         engine.machine.step_graph = False
-        _time_tokens(engine, seq, _WARM_UP, tokens)
-        eager = _time_tokens(engine, seq, args.tokens, tokens)
+        time_tokens(engine, seq, _WARM_UP, tokens)
+        eager = time_tokens(engine, seq, args.tokens, tokens)
         engine.machine.step_graph = True
-        _time_tokens(engine, seq, _WARM_UP, tokens)
+        time_tokens(engine, seq, _WARM_UP, tokens)
         before, launched = dict(counting.counts), engine.stats()
-        graph = _time_tokens(engine, seq, args.tokens, tokens)
+        graph = time_tokens(engine, seq, args.tokens, tokens)
         stats = engine.stats()
         calls = {name: (counting.counts[name] - before[name]) / args.tokens for name in _COUNTED}
         stages = {}

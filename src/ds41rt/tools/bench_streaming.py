@@ -24,14 +24,13 @@ from ds41rt import __version__
 from ds41rt.checkpoint.direct import DirectReader
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.safetensors import Shard
-from ds41rt.checkpoint.synth_presets import PRESETS, RELEASED, first_layers
 from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.engine import Engine, Stats
 from ds41rt.errors import InputError
 from ds41rt.kernels.probe import READ_SUM
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.settings import Settings
-from ds41rt.tools.bench import fill_sequence
+from ds41rt.tools.bench import fill_sequence, refuse_released_on_host, shapes_of, time_tokens
 
 _WARM_UP = 6
 _LINK_NBYTES = 256 << 20
@@ -43,10 +42,9 @@ _TOUCH_LAYERS, _TOUCH_EXPERTS, _TOUCH_SLOTS, _TOUCH_TOP_K = 40, 384, 6600, 6
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All measurements as one JSON-ready object."""
-    cfg = RELEASED if args.preset == "released" else PRESETS[args.preset]
-    layers = min(8, cfg.n_layers) if args.layers is None else args.layers
+    layers = min(8, shapes_of(args.preset, None).n_layers) if args.layers is None else args.layers
+    cfg = shapes_of(args.preset, layers)
     per_layer = min(16, cfg.n_experts) if args.experts_per_layer is None else args.experts_per_layer
-    cfg = first_layers(cfg, layers)
     for name, value in (("--tokens", args.tokens), ("--threads", args.threads)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, is {value}")
@@ -57,10 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         backend, why = open_backend(args.backend or "auto", schedule=args.schedule)
         stack.callback(backend.close)
-        if backend.name == "host" and args.preset == "released":
-            raise InputError(
-                f"the released shapes need a GPU, and the host backend was chosen ({why}); try --preset tiny"
-            )
+        refuse_released_on_host(backend, why, args.preset)
         result: dict[str, Any] = {
             "version": __version__,
             "backend": backend.name,
@@ -182,15 +177,8 @@ def _token_us(
         seq = engine.new_sequence()
         fill_sequence(engine, seq.step.buffers)
         seq.position = context - tokens - _WARM_UP - 1
-        rng = np.random.default_rng(1)
-        times = []
-        for i in range(_WARM_UP + tokens):
-            token = int(rng.integers(3, 256))
-            start = time.perf_counter()
-            engine.decode_step(seq, token)
-            if i >= _WARM_UP:
-                times.append(1e6 * (time.perf_counter() - start))
-        return median(times), engine.stats()
+        times = time_tokens(engine, seq, _WARM_UP + tokens, np.random.default_rng(1))
+        return median(times[_WARM_UP:]), engine.stats()
 
 
 # ---- files

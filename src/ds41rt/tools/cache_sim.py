@@ -17,6 +17,7 @@ from ds41rt.checkpoint.synth_presets import RELEASED
 from ds41rt.config import ModelConfig
 from ds41rt.errors import InputError
 from ds41rt.moe.arena import slot_nbytes
+from ds41rt.moe.mover import MOVES_PER_TOKEN
 from ds41rt.moe.route_trace import RouteFacts, RouteTrace, load_route_trace
 from ds41rt.step.machine import capturable
 from ds41rt.tools.cache_plot import Panel, line_charts
@@ -268,6 +269,8 @@ def _rates(args: argparse.Namespace) -> Rates:
 
 
 def cache_sim(args: argparse.Namespace) -> int:
+    if args.moves is None:
+        args.moves = MOVES_PER_TOKEN
     rates, policies = _rates(args), _policies(args.policies)
     trace, name = _trace_of(args)
     facts = trace.facts

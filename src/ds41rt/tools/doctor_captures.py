@@ -186,29 +186,32 @@ def _own_switches(env: Mapping[str, str]) -> list[Finding]:
             else "experts are chosen on the host: nothing can be captured, every step is eager",
             route_next,
         ),
-        Finding(
-            f"{PREFIX}TRACE",
-            str(settings.trace),
-            "every part of every layer is read back and hashed: slow, and graphs hold copies that they do not hold else"
-            if settings.trace
-            else "graphs hold what the step needs and nothing else",
-            "unset it to measure" if settings.trace else None,
-        ),
-        Finding(
-            f"{PREFIX}DEVICE_ROUTE_DIAG",
-            str(settings.device_route_diag),
-            "routing outside of replays is checked on the host, with two more read-backs a layer"
-            if settings.device_route_diag
-            else "routing on the device is believed",
-            "unset it to measure" if settings.device_route_diag else None,
-        ),
-        Finding(
-            f"{PREFIX}CAPTURE_WATCH",
-            str(settings.capture_watch),
-            "before every replay the graph's baked pointers are compared with the ledger, a stale one is refused: slow"
-            if settings.capture_watch
-            else "a replay is not checked for baked pointers that went stale",
-            "unset it to measure" if settings.capture_watch else None,
+        *(
+            Finding(
+                f"{PREFIX}{name}", str(on), meaning_on if on else meaning_off, "unset it to measure" if on else None
+            )
+            for name, on, meaning_on, meaning_off in (
+                (
+                    "TRACE",
+                    settings.trace,
+                    "every part of every layer is read back and hashed: slow, and graphs hold copies that they do not "
+                    "hold else",
+                    "graphs hold what the step needs and nothing else",
+                ),
+                (
+                    "DEVICE_ROUTE_DIAG",
+                    settings.device_route_diag,
+                    "routing outside of replays is checked on the host, with two more read-backs a layer",
+                    "routing on the device is believed",
+                ),
+                (
+                    "CAPTURE_WATCH",
+                    settings.capture_watch,
+                    "before every replay the graph's baked pointers are compared with the ledger, a stale one is "
+                    "refused: slow",
+                    "a replay is not checked for baked pointers that went stale",
+                ),
+            )
         ),
     ]
 
