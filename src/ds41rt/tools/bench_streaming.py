@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def touches_us(tokens: int) -> float:
     """Host time in us of a token's cache hits: 40 layers of six experts, random among those that 6,600 slots hold."""
-    cache = ExpertCache(_TOUCH_LAYERS, _TOUCH_EXPERTS, _TOUCH_SLOTS)
+    cache = ExpertCache(_TOUCH_LAYERS, _TOUCH_EXPERTS, _TOUCH_SLOTS, policy=Settings().evict_policy)
     rng = np.random.default_rng(0)
     resident: list[list[int]] = []
     for layer in range(_TOUCH_LAYERS):
