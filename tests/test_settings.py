@@ -103,6 +103,32 @@ def test_misspelt_name(name: str) -> None:
     refused(name, "no such setting", "DS41RT_STEP_GRAPH", **{name: "1"})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DS41RT_STEP_GRPAH", "DS41RT_STEP_GRAPH"),
+        ("DS41RT_EXPERT_CACHE_GB", "DS41RT_EXPERT_CACHE_GIB"),
+        ("DS41RT_backend", "DS41RT_BACKEND"),
+        ("ATLAS_DS41_STEP_GRPAH", "ATLAS_DS41_STEP_GRAPH"),
+        ("atlas_ds41_trace", "ATLAS_DS41_TRACE"),
+        ("ATLAS_DS41_DEVICE_ROUTE_DIAGS", "ATLAS_DS41_DEVICE_ROUTE_DIAG"),
+    ],
+)
+def test_the_name_that_was_meant(name: str, meant: str) -> None:
+    refused(f"{name}='1': there is no such setting; use {meant}, or unset it", **{name: "1"})
+
+
+def test_a_name_that_is_near_to_none() -> None:
+    """Of ours an error. The launchers' prefix belongs to other programs too."""
+    assert Settings.from_env({"ATLAS_DS41_KV": "fp8"}) == Settings()
+    refused("DS41RT_='1'", "unset it; known are DS41RT_ADAPTIVE, ", DS41RT_="1")
+
+
+def test_what_the_tests_read_is_no_setting_and_no_mistake() -> None:
+    assert Settings.from_env({"DS41RT_REQUIRE_GPU": "1"}) == Settings()
+    refused("DS41RT_REQUIRE_GPUS", DS41RT_REQUIRE_GPUS="1")
+
+
 def test_every_field_has_a_variable_and_one_only() -> None:
     """The names in the refusal are the names that work."""
     with pytest.raises(ConfigError) as e:

@@ -1,7 +1,7 @@
 """The command line: parse, configure logging, call one tool, turn errors into one sentence and an exit code.
 
-Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage or bad input. This is the only file that
-configures logging; results go to stdout, everything else to stderr.
+Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage or bad input, a checkpoint included. This is
+the only file that configures logging; results go to stdout, everything else to stderr.
 """
 
 import argparse
@@ -14,9 +14,23 @@ from pathlib import Path
 import structlog
 
 from ds41rt import __version__
-from ds41rt.errors import ConfigError, Ds41Error, InputError
+from ds41rt.errors import CheckpointError, CheckpointReadError, ConfigError, Ds41Error, InputError
 
 EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; give one, for example 8") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give one, for example 8 or 0.5") from None
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +51,12 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
         source = action.add_mutually_exclusive_group(required=True)
         source.add_argument("checkpoint", type=Path, nargs="?", metavar="CHECKPOINT", help="capture its step graphs")
         source.add_argument("--dump", type=Path, metavar="F.json", help="graphs that were saved with --out")
-        action.add_argument("--segment", type=int, metavar="K", help="only the segment that layer K owns")
-        action.add_argument("--tokens", type=int, default=4, metavar="N", help="tokens to decode first (default: 4)")
+        action.add_argument("--segment", type=_whole, metavar="K", help="only the segment that layer K owns")
+        action.add_argument("--tokens", type=_whole, metavar="N", help="tokens to decode first (default: 4)")
         action.add_argument("--out", type=Path, metavar="F", help="write F.json, F.html or F.dot")
         action.add_argument("--json", action="store_true", help="print one JSON object")
         _add_backend(action)
+        action.set_defaults(schedule=None)  # tells whether it was given
         if name == "lint":
             action.add_argument(
                 "--later", type=Path, metavar="G.json", help="the same graphs captured for a later token, with --dump"
@@ -57,7 +72,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
         choices=("global", "thread_local", "relaxed"),
         help="for a callable that takes the stream (default: global, as PyTorch's)",
     )
-    explain.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
+    explain.add_argument("--expert-slots", type=_whole, metavar="N", help="experts held on the device")
     explain.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(explain)
     diff = actions.add_parser("diff", help="compare two saved dumps", allow_abbrev=False)
@@ -81,22 +96,23 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "what", type=Path, nargs="+", metavar="CHECKPOINT | A.npz B.npz", help="decode this twice, or compare two files"
     )
     _add_prompt(diff, required=False)
-    diff.add_argument("--max-new", type=int, metavar="N", help="new tokens at most (default: 32)")
+    diff.add_argument("--max-new", type=_whole, metavar="N", help="new tokens at most (default: 32)")
     diff.add_argument("--modes", metavar="A,B", help="how both runs decode (default: eager,step-graph)")
     diff.add_argument("--expert-slots", metavar="N[,M]", help="experts held on the device, of both runs or of each")
-    diff.add_argument("--max-context", type=int, metavar="N", help="as for decode")
+    diff.add_argument("--max-context", type=_whole, metavar="N", help="as for decode")
     diff.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(diff)
+    diff.set_defaults(schedule=None)  # tells whether it was given
 
 
 def _add_timeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     _add_prompt(parser, required=True)
-    parser.add_argument("--tokens", type=int, default=4, metavar="N", help="decode steps to record (default: 4)")
+    parser.add_argument("--tokens", type=_whole, default=4, metavar="N", help="decode steps to record (default: 4)")
     parser.add_argument("--out", type=Path, required=True, metavar="F.json", help="for ui.perfetto.dev")
     parser.add_argument("--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH, else eager")
-    parser.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
-    parser.add_argument("--max-context", type=int, metavar="N", help="as for decode")
+    parser.add_argument("--expert-slots", type=_whole, metavar="N", help="experts held on the device")
+    parser.add_argument("--max-context", type=_whole, metavar="N", help="as for decode")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(parser)
 
@@ -114,23 +130,23 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
         choices=("drift", "steady", "topics"),
         help="made-up routes of the released model, with the LRU hit rates that are published for it (default: drift)",
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="length of a synthetic trace (default: 3000)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of a synthetic trace (default: 0)")
+    parser.add_argument("--tokens", type=_whole, metavar="N", help="length of a synthetic trace (default: 3000)")
+    parser.add_argument("--seed", type=_whole, metavar="N", help="of a synthetic trace (default: 0)")
     parser.add_argument(
-        "--warm-tokens", type=int, metavar="N", help="first tokens that are not counted (default: a third)"
+        "--warm-tokens", type=_whole, metavar="N", help="first tokens that are not counted (default: a third)"
     )
     for tier, what in (("device", "device memory"), ("host", "pinned host memory")):
         size = parser.add_mutually_exclusive_group(required=tier == "device")
         size.add_argument(f"--{tier}-slots", metavar="N,N,...", help=f"experts in {what}")
         size.add_argument(f"--{tier}-gib", metavar="X,X,...", help=f"{what} for experts in GiB")
     parser.add_argument("--policies", default="lru,oldest,least-used", metavar="P,P,...", help="default: %(default)s")
-    parser.add_argument("--evict-random-pct", type=float, default=8.0, metavar="X", help="default: %(default)s")
+    parser.add_argument("--evict-random-pct", type=_number, default=8.0, metavar="X", help="default: %(default)s")
     parser.add_argument(
-        "--moves", type=int, metavar="N", help="promotions a token at most (default: as many as the runtime makes)"
+        "--moves", type=_whole, metavar="N", help="promotions a token at most (default: as many as the runtime makes)"
     )
     parser.add_argument(
         "--promote-after",
-        type=int,
+        type=_whole,
         choices=(1, 2),
         default=1,
         help="host hits since it came there that let an expert move to the device (default: %(default)s)",
@@ -141,18 +157,18 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
         help="of more candidates than moves take those of the first layers, not those with the most host hits",
     )
     parser.add_argument(
-        "--pcie-gb-s", type=float, default=54.0, metavar="X", help="host to device, H200: %(default)s GB/s (default)"
+        "--pcie-gb-s", type=_number, default=54.0, metavar="X", help="host to device, H200: %(default)s GB/s (default)"
     )
     parser.add_argument(
         "--disk-gb-s",
-        type=float,
+        type=_number,
         default=2.0,
         metavar="X",
         help="expert files to memory, assumed: %(default)s GB/s (default)",
     )
     parser.add_argument(
         "--compute-ms",
-        type=float,
+        type=_number,
         default=8.8,
         metavar="X",
         help="a step-graph token without misses, H200: %(default)s ms (default)",
@@ -172,30 +188,33 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="make a tiny checkpoint, decode it, show what happened", allow_abbrev=False)
-    demo.add_argument("--tokens", type=int, default=96, help="tokens to decode (default: 96)")
+    demo.add_argument("--tokens", type=_whole, default=96, help="tokens to decode (default: 96)")
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(demo)
 
     decode = commands.add_parser("decode", help="decode a prompt greedily", allow_abbrev=False)
     decode.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     _add_prompt(decode, required=True)
-    decode.add_argument("--max-new", type=int, default=32, metavar="N", help="new tokens at most (default: 32)")
+    decode.add_argument("--max-new", type=_whole, default=32, metavar="N", help="new tokens at most (default: 32)")
     decode.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     _add_backend(decode)
     decode.add_argument(
         "--mode", choices=("eager", "step-graph", "adaptive"), help="default: DS41RT_STEP_GRAPH, else eager"
     )
     slots = decode.add_mutually_exclusive_group()
-    slots.add_argument("--expert-slots", type=int, metavar="N", help="experts held on the device")
-    slots.add_argument("--expert-cache-gib", type=float, metavar="X", help="the same as a budget in GiB")
+    slots.add_argument("--expert-slots", type=_whole, metavar="N", help="experts held on the device")
+    slots.add_argument("--expert-cache-gib", type=_number, metavar="X", help="the same as a budget in GiB")
     host = decode.add_mutually_exclusive_group()
-    host.add_argument("--host-slots", type=int, metavar="N", help="experts held in pinned host memory besides")
-    host.add_argument("--host-cache-gib", type=float, metavar="X", help="the same as a budget in GiB")
+    host.add_argument("--host-slots", type=_whole, metavar="N", help="experts held in pinned host memory besides")
+    host.add_argument("--host-cache-gib", type=_number, metavar="X", help="the same as a budget in GiB")
     decode.add_argument(
         "--prefetch", action="store_true", default=None, help="read ahead what the next layer may need (eager layers)"
     )
     decode.add_argument(
-        "--max-context", type=int, metavar="N", help="default: DS41RT_MAX_CONTEXT, else 4096, or the model's if smaller"
+        "--max-context",
+        type=_whole,
+        metavar="N",
+        help="default: DS41RT_MAX_CONTEXT, else 4096, or the model's if smaller",
     )
     decode.add_argument(
         "--index-keys", choices=("intended", "reference"), help="default: DS41RT_INDEX_KEYS, else intended"
@@ -211,19 +230,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     synth.add_argument("dir", type=Path, metavar="DIR")
     synth.add_argument("--preset", choices=("micro", "tiny", "small"), default="tiny")
-    synth.add_argument("--seed", type=int, default=0, metavar="N")
+    synth.add_argument("--seed", type=_whole, default=0, metavar="N")
     synth.add_argument("--json", action="store_true", help="print one JSON object")
 
     bench = commands.add_parser(
         "bench", help="time a token at released shapes, against the bytes it must read", allow_abbrev=False
     )
     bench.add_argument("--preset", choices=("released", "small", "tiny", "micro"), default="released")
-    bench.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
-    bench.add_argument("--context", type=int, metavar="N", help="default: 4096, or the preset's most")
+    bench.add_argument("--layers", type=_whole, metavar="N", help="only the first N layers")
+    bench.add_argument("--context", type=_whole, metavar="N", help="default: 4096, or the preset's most")
     bench.add_argument(
-        "--experts-per-layer", type=int, default=None, metavar="N", help="resident experts (default: 128)"
+        "--experts-per-layer", type=_whole, default=None, metavar="N", help="resident experts (default: 128)"
     )
-    bench.add_argument("--tokens", type=int, default=50, metavar="N", help="tokens timed per mode (default: 50)")
+    bench.add_argument("--tokens", type=_whole, default=50, metavar="N", help="tokens timed per mode (default: 50)")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(bench)
 
@@ -231,12 +250,12 @@ def _parser() -> argparse.ArgumentParser:
         "bench-streaming", help="time a miss in each tier, against the link and the disk", allow_abbrev=False
     )
     streaming.add_argument("--preset", choices=("released", "small", "tiny", "micro"), default="released")
-    streaming.add_argument("--layers", type=int, metavar="N", help="only the first N layers (default: 8)")
-    streaming.add_argument("--experts-per-layer", type=int, metavar="N", help="experts in use (default: 16)")
-    streaming.add_argument("--tokens", type=int, default=40, metavar="N", help="tokens timed (default: 40)")
+    streaming.add_argument("--layers", type=_whole, metavar="N", help="only the first N layers (default: 8)")
+    streaming.add_argument("--experts-per-layer", type=_whole, metavar="N", help="experts in use (default: 16)")
+    streaming.add_argument("--tokens", type=_whole, default=40, metavar="N", help="tokens timed (default: 40)")
     streaming.add_argument("--disk", type=Path, metavar="DIR", help="also time reads of a file made in DIR")
-    streaming.add_argument("--disk-gb", type=float, default=4.0, metavar="X", help="its size (default: 4)")
-    streaming.add_argument("--threads", type=int, default=8, metavar="N", help="readers of that file (default: 8)")
+    streaming.add_argument("--disk-gb", type=_number, metavar="X", help="its size (default: 4)")
+    streaming.add_argument("--threads", type=_whole, metavar="N", help="readers of that file (default: 8)")
     streaming.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(streaming)
 
@@ -339,9 +358,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(args)
         sys.stdout.flush()
         return code
-    except (InputError, ConfigError) as e:
+    except (InputError, ConfigError, CheckpointError) as e:
         print(f"ds41rt: {e}", file=sys.stderr)
-        return EXIT_USAGE
+        # A read that the system refused is no fault of what it was to read.
+        return EXIT_PROBLEM if isinstance(e, CheckpointReadError) else EXIT_USAGE
     except BrokenPipeError:
         # The reader of the results has left: no news. Python would complain once more when it flushes at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -43,6 +43,7 @@ from ds41rt.moe.arena import ExpertArena, slot_nbytes
 from ds41rt.moe.budget import Asked, Memory, plan_budget
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.fetch import ExpertFetcher
+from ds41rt.moe.gather import GatherBuffers
 from ds41rt.moe.guess import GuessBuffers
 from ds41rt.moe.header import SLOT_TABLE_LAYERS
 from ds41rt.moe.host_memory import available_nbytes
@@ -305,6 +306,9 @@ class Engine:
             )
             own(self._mover, Mover.drain)
         self.device_route = self._device_route_usable()
+        gathered = None
+        if host_slots:
+            gathered = own(GatherBuffers(backend, self._pool, cfg.top_k), GatherBuffers.close)
         guess = None
         if settings.prefetch and self._prefetch_usable():
             guess = own(GuessBuffers(backend, cfg.n_experts, cfg.top_k), GuessBuffers.close)
@@ -338,6 +342,7 @@ class Engine:
             engram,
             self.arena,
             self.table,
+            gathered,
             guess,
             self.max_context,
         )

@@ -1,17 +1,19 @@
 """Run-time switches, read from the environment once per engine: `DS41RT_*` names, and the aliases of older launchers.
 
-A value that is not understood, or a name with the prefix that does not exist, is an error that names it: a misspelt
-switch that silently does nothing costs its user a day. Precedence: explicit argument, environment, default.
+A value that is not understood, or a name with our prefix that does not exist, is an error that names it: a misspelt
+switch that silently does nothing costs its user a day. Of the launchers' prefix only what looks like a misspelt alias
+is one: other programs have switches under it. Precedence: explicit argument, environment, default.
 """
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds41rt.errors import ConfigError
 
-PREFIX = "DS41RT_"
+PREFIX, ALIAS_PREFIX = "DS41RT_", "ATLAS_DS41_"
 BackendName = Literal["auto", "host", "cuda"]
 IndexKeys = Literal["intended", "reference"]
 DirectReads = Literal["auto", "on", "off"]
@@ -25,6 +27,8 @@ ALIASES = {
     "ATLAS_DS41_DEVICE_ROUTE_DIAG": "device_route_diag",
     "ATLAS_DS41_TRACE": "trace",
 }
+# Has the prefix and is no setting: the tests of this repository read it.
+NO_SETTINGS = frozenset({"DS41RT_REQUIRE_GPU"})
 
 _SWITCH = {
     "1": True,
@@ -67,19 +71,17 @@ class Settings(BaseModel):
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> "Settings":
         """Settings from `env`, then `overrides` (None = not given). Raises `ConfigError` naming variable and value."""
         values: dict[str, Any] = {}
-        for alias, name in ALIASES.items():
-            if alias in env:
-                if env[alias] not in ("", "0", "1"):
-                    raise ConfigError(f"{alias}={env[alias]!r} is not understood; use 1 for on, 0 or nothing for off")
-                values[name] = env[alias] == "1"
         for variable, raw in env.items():
-            if not variable.upper().startswith(PREFIX):
-                continue
-            name = variable.removeprefix(PREFIX).lower()
-            if name not in cls.model_fields or variable != variable.upper():
-                known = ", ".join(sorted(PREFIX + f.upper() for f in cls.model_fields))
-                raise ConfigError(f"{variable}={raw!r}: there is no such setting; known are {known}")
-            values[name] = _parse(variable, raw, cls.model_fields[name].annotation)
+            if variable.upper().startswith((PREFIX, ALIAS_PREFIX)) and variable not in {*VARIABLES, *NO_SETTINGS}:
+                _refuse_unknown(variable, raw)
+        for variable, name in VARIABLES.items():
+            if variable in env:
+                annotation = cls.model_fields[name].annotation
+                values[name] = (
+                    _parse_alias(variable, env[variable])
+                    if variable in ALIASES
+                    else _parse(variable, env[variable], annotation)
+                )
         unknown = sorted(set(overrides) - set(cls.model_fields))
         if unknown:
             known = ", ".join(sorted(cls.model_fields))
@@ -91,6 +93,28 @@ class Settings(BaseModel):
             err = e.errors()[0]
             name = str(err["loc"][0])
             raise ConfigError(f"setting {name} ({PREFIX}{name.upper()}) = {err['input']!r}: {err['msg']}") from e
+
+
+# Every variable that is read, and the field that it sets. Aliases come first: a field's own variable goes before them.
+VARIABLES = ALIASES | {PREFIX + name.upper(): name for name in Settings.model_fields}
+
+
+def _refuse_unknown(variable: str, raw: str) -> None:
+    """For a variable that has a prefix and is in no table: the error says which name was meant, if one is near."""
+    prefix = PREFIX if variable.upper().startswith(PREFIX) else ALIAS_PREFIX
+    known = {name.removeprefix(prefix): name for name in VARIABLES if name.startswith(prefix)}
+    near = get_close_matches(variable.upper().removeprefix(prefix), known, 1)
+    if near:
+        raise ConfigError(f"{variable}={raw!r}: there is no such setting; use {known[near[0]]}, or unset it")
+    if prefix == PREFIX:
+        names = ", ".join(sorted(known.values()))
+        raise ConfigError(f"{variable}={raw!r}: there is no such setting; unset it; known are {names}")
+
+
+def _parse_alias(variable: str, raw: str) -> bool:
+    if raw not in ("", "0", "1"):
+        raise ConfigError(f"{variable}={raw!r} is not understood; use 1 for on, 0 or nothing for off")
+    return raw == "1"
 
 
 def _parse(variable: str, raw: str, annotation: Any) -> Any:

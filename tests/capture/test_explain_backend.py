@@ -139,6 +139,39 @@ def test_every_code_of_the_host_backend(rig: Rig, program: Program) -> None:
     assert f"({NATIVE[program]})" in found.first.what
 
 
+def test_a_capture_that_the_program_ends_itself(rig: Rig) -> None:
+    """It is said what the program did and what to do, not what explain's own end met behind it."""
+
+    def program(rig: Rig) -> None:
+        rig.work(rig.main)
+        rig.backend.destroy_graph(rig.backend.end_capture(rig.main))  # HERE
+        rig.work(rig.main, "L09.outside of any capture")
+
+    found = run(rig, program)
+    assert_first(found, program, 401)
+    first = found.first
+    assert first is not None
+    assert first.what.startswith("the captured code ended the capture that explain began; ")
+    assert "explain ends the one that it began itself" in first.rule
+    assert "Leave the end out" in first.fix
+    assert "--self-capture" in first.fix
+    assert (first.before, first.after, first.label, first.layer) == ("ACTIVE", "NONE", None, None)
+    assert "not capturing" not in found.to_text()
+
+
+def test_a_second_end_in_the_program(rig: Rig) -> None:
+    """The line is the call's that failed, and no capture is said to have been NONE."""
+
+    def program(rig: Rig) -> None:
+        rig.raw.destroy_graph(rig.raw.end_capture(rig.main))
+        rig.backend.end_capture(rig.main)  # HERE
+
+    found = run(rig, program)
+    assert_first(found, program, 401)
+    assert "  no capture was open there" in found.to_text().splitlines()
+    assert "NONE" not in found.to_text()
+
+
 def test_all_that_is_known_of_a_failure(rig: Rig) -> None:
     first = run(rig, waits_for_the_capturing_stream).first
     assert first is not None

@@ -759,6 +759,8 @@ def test_a_capture_that_explain_began_and_the_callable_ended(rig: Rig) -> None:
     assert_first(found, program, None)
     assert found.first is not None
     assert "ended the capture that explain began" in found.first.what
+    assert "Leave the end out" in found.first.fix
+    assert (found.first.before, found.first.after) == ("ACTIVE", "NONE")
     assert "only once" in found.first.rule
 
 

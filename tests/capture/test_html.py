@@ -257,10 +257,15 @@ def test_a_dump_with_a_circle_is_refused() -> None:
 
 
 def test_findings_are_in_the_data() -> None:
-    found = [Finding("r1", "8..14", 30, "L10.q_b", "why", "todo"), Finding("r2", "0..2", None, "", "why", "todo")]
+    found = [
+        Finding("r1", "8..14", 30, "L10.q_b", "why", "todo"),
+        Finding("r2", "0..2", None, "", "why", "todo"),
+        Finding("r3", "", None, "", "why", "todo"),
+    ]
     assert Page(render_html(STEP, found)).data["findings"] == [
         {"rule": "r1", "graph": "8..14", "node": 30, "why": "why", "todo": "todo"},
         {"rule": "r2", "graph": "0..2", "why": "why", "todo": "todo"},
+        {"rule": "r3", "why": "why", "todo": "todo"},  # about the whole dump
     ]
 
 

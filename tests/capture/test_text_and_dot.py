@@ -33,6 +33,19 @@ def test_text_says_what_a_graph_amounts_to() -> None:
             assert line in text.splitlines(), line
 
 
+def test_a_graph_that_begins_in_several_places() -> None:
+    """A side stream that forks ahead of all work has no node that it forks from."""
+    nodes = (
+        Node(index=0, kind="kernel", label="here"),
+        Node(index=1, kind="fill", label="there"),
+        Node(index=2, kind="kernel", label="both", deps=(0, 1)),
+    )
+    lines = render_text(Dump(title="t", graphs=(Graph(name="g", nodes=nodes),))).splitlines()
+    assert "  starts in parallel with: here, there" in lines
+    assert "  joins before: both" in lines
+    assert "starts" not in render_text(Dump(title="t", graphs=(Graph(name="g", nodes=nodes[:1]),)))
+
+
 def test_text_says_what_is_not_known() -> None:
     nodes = (Node(index=0, kind="kernel", kernel=Kernel(name=None)), Node(index=1, kind="other", deps=(0,)))
     dump = Dump(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,6 +101,27 @@ def test_expert_is_six_tensors_side_by_side() -> None:
             parts = ckpt.expert_extents(5, expert)
             assert b"".join(os.pread(e.fd, e.nbytes, e.off) for e in parts) == out.tobytes()
             assert all(e.path.read_bytes()[e.off : e.off + 4] == os.pread(e.fd, 4, e.off) for e in parts)
+
+
+def test_every_cut_of_an_expert_gives_its_bytes(micro: Path) -> None:
+    """In two, everywhere, and into parts of any size; nothing beside a part is touched."""
+    with Checkpoint.open(micro) as ckpt:
+        n = ckpt.expert_layout.nbytes
+        want = np.empty(n, np.uint8)
+        ckpt.read_expert(2, 9, want)
+        for cut in range(n + 1):
+            out = np.full(n, 0xA5, np.uint8)
+            ckpt.read_expert(2, 9, out[cut:], cut)
+            assert (out[:cut] == 0xA5).all()
+            np.testing.assert_array_equal(out[cut:], want[cut:])
+            ckpt.read_expert(2, 9, out[:cut])
+            np.testing.assert_array_equal(out, want)
+        for size in (1, 7, 64, 1000, ckpt.expert_layout.weights_nbytes, ckpt.expert_layout.scales_nbytes, n - 1):
+            out = np.full(n, 0xA5, np.uint8)
+            for offset in range(0, n, size):
+                ckpt.read_expert(2, 9, out[offset : offset + size], offset)
+                assert (out[offset + size :] == 0xA5).all()
+            np.testing.assert_array_equal(out, want)
 
 
 def test_engram_rows(micro: Path) -> None:
@@ -263,6 +285,24 @@ def test_nan_scales_are_refused_when_loaded(broken: Path) -> None:
         ckpt.read_engram_rows(1, np.array([76, 78], np.int64), codes, scales)
 
 
+@pytest.mark.parametrize("index", [0, 41, 63])
+@pytest.mark.parametrize("which", range(3))
+def test_a_nan_scale_is_named_from_every_part_that_has_it(broken: Path, which: int, index: int) -> None:
+    name = f"layers.2.ffn.experts.9.w{which + 1}.scale"
+    flip(broken, name, index, 0xFF)
+    with Checkpoint.open(broken) as ckpt:
+        layout = ckpt.expert_layout
+        assert layout.scale_nbytes == 64
+        at, n = layout.weights_nbytes + which * layout.scale_nbytes + index, layout.nbytes
+        out = np.empty(n, np.uint8)
+        for begin in (0, 5, layout.weights_nbytes - 1, layout.weights_nbytes, at - 1, at):
+            for end in (at + 1, n):
+                with pytest.raises(CheckpointError, match=re.escape(f"{name!r}: scale at index {index} is 0xFF")):
+                    ckpt.read_expert(2, 9, out[begin:end], begin)
+            ckpt.read_expert(2, 9, out[min(begin, at) : at], min(begin, at))
+        ckpt.read_expert(2, 9, out[at + 1 :], at + 1)
+
+
 def test_all_other_scale_bytes_are_legal(broken: Path) -> None:
     name = "layers.2.ffn.experts.9.w1.scale"
     values = bytes(range(64)) + bytes(range(191, 255))
@@ -328,9 +368,17 @@ def test_wrong_outputs_are_refused_untouched(micro: Path) -> None:
         n = ckpt.expert_layout.nbytes
         frozen = np.full(n, 7, np.uint8)
         frozen.flags.writeable = False
-        for out in (np.full(n - 1, 7, np.uint8), np.full(2 * n, 7, np.uint8)[::2], np.full(n, 7, np.int8), frozen):
+        square = np.full((2, n // 2), 7, np.uint8)
+        for out in (np.full(2 * n, 7, np.uint8)[::2], np.full(n, 7, np.int8), frozen, square):
             with pytest.raises(InputError, match="read_expert: out must be"):
                 ckpt.read_expert(0, 0, out)  # type: ignore[arg-type]
+            assert (out == 7).all()
+        for size, offset in ((n + 1, 0), (n, 1), (1, n), (0, n + 1), (4, -1), (0, -1)):
+            out = np.full(size, 7, np.uint8)
+            with pytest.raises(
+                InputError, match=rf"read_expert\(0, 3\): {size} bytes from {offset} on, an expert has {n}$"
+            ):
+                ckpt.read_expert(0, 3, out, offset)
             assert (out == 7).all()
         for layer, expert in ((-1, 0), (4, 0), (0, 16), (0, -1)):
             with pytest.raises(InputError, match=f"layer {layer}, expert {expert} does not exist"):

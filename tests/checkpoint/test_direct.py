@@ -30,7 +30,7 @@ from shard_files import (
 
 from ds41rt.checkpoint import direct
 from ds41rt.checkpoint.checkpoint import INDEX_FILE, Checkpoint
-from ds41rt.checkpoint.direct import DirectReader, DirectReads
+from ds41rt.checkpoint.direct import PART_NBYTES, DirectReader, DirectReads
 from ds41rt.checkpoint.safetensors import Shard
 from ds41rt.checkpoint.synth import synthesize
 from ds41rt.engine import Engine
@@ -344,6 +344,20 @@ def test_cached_pages_are_dropped(shard: Callable[..., Shard], monkeypatch: pyte
     check(reader, file, data, page, page)
 
 
+@pytest.mark.parametrize("align", [512, 4096, 65536])
+def test_a_part_is_one_call(shard: Callable[..., Shard], rules: DirectRules, align: int) -> None:
+    """Wherever it begins and ends."""
+    data = random_bytes(PART_NBYTES + 3 * 65536, 4)
+    file = shard("a", data, DirectOnly)
+    rules.align = rules.align_address = align
+    reader = DirectReader([file], "on")
+    for off in (1, align - 1, 2 * align - 7, 65536):
+        rules.calls.clear()
+        check(reader, file, data, off, PART_NBYTES, 77)
+        assert len(rules.calls) == 1, (off, rules.calls)
+    reader.close()
+
+
 @pytest.mark.usefixtures("file_system", "small_windows")
 def test_eight_threads(shard: Callable[..., Shard]) -> None:
     data = [random_bytes(100_003, seed) for seed in (1, 2)]
@@ -455,10 +469,12 @@ def test_experts_are_the_same_in_every_mode(micro: Path, tmp_path: Path, tail: i
             nbytes = ckpt.expert_layout.nbytes
             for address in (0, 512, 4095):
                 for (layer, expert), raw in want.items():
-                    memory, out = room(nbytes, address)
-                    ckpt.read_expert(layer, expert, out)
-                    assert out.tobytes() == raw
-                    assert np.count_nonzero(memory == 0xA5) == memory.size - nbytes + raw.count(0xA5)
+                    for part in (nbytes, 1000):
+                        memory, out = room(nbytes, address)
+                        for offset in range(0, nbytes, part):
+                            ckpt.read_expert(layer, expert, out[offset : offset + part], offset)
+                        assert out.tobytes() == raw
+                        assert np.count_nonzero(memory == 0xA5) == memory.size - nbytes + raw.count(0xA5)
 
 
 def test_experts_alone_are_read_directly(micro: Path, rules: DirectRules, monkeypatch: pytest.MonkeyPatch) -> None:

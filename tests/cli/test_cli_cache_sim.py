@@ -1,6 +1,7 @@
 """`ds41rt cache-sim` and the trace that `ds41rt decode --route-trace-out` hands to it."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,11 @@ def test_synthetic_routes_follow_the_seed(capsys: Capsys) -> None:
     assert rows() != rows("steady")
 
 
+def test_small_experts_have_a_size(trace: Path, capsys: Capsys) -> None:
+    result = run_cli(capsys, "cache-sim", "--trace", trace, "--device-slots", 99)
+    assert re.search(r"experts of [1-9][\d.]* kB, top", result.out.splitlines()[0])
+
+
 def test_help_says_how_time_is_counted(capsys: Capsys) -> None:
     text = " ".join(run_cli(capsys, "cache-sim", "--help").out.split())
     assert FORMULA in text
@@ -236,6 +242,8 @@ def test_help_says_how_time_is_counted(capsys: Capsys) -> None:
         (["--device-slots", "-3"], ["--device-slots", "'-3'"]),
         (["--device-slots", ""], ["--device-slots", "''"]),
         (["--device-gib", "nan"], ["--device-gib", "'nan'"]),
+        (["--device-gib", "abc"], ["--device-gib 'abc'", "give GiB from 0, for example 60,90.5"]),
+        (["--device-slots", "9,abc"], ["--device-slots '9,abc': 'abc'", "whole numbers from 0, for example 3000,5000"]),
         (["--device-slots", "99", "--host-gib", "1e99"], ["--host-gib", "'1e99'"]),
         (["--device-slots", "5"], ["5 device and 0 host slots", "6"]),
         (["--device-slots", "99", "--policies", "lru,best"], ["--policies", "'best'", "least-used"]),
@@ -259,9 +267,9 @@ def test_bad_traces_and_seeds_are_refused(micro: Path, tmp_path: Path, capsys: C
     assert_refused(run_cli(capsys, "cache-sim", "--trace", none, "--device-slots", 99), 2, str(none), "missing")
     other = micro / "config.json"
     assert_refused(run_cli(capsys, "cache-sim", "--trace", other, "--device-slots", 99), 2, str(other), "route trace")
-    for argv, word in ((("--tokens", 0), "0"), (("--seed", -1), "-1")):
+    for argv in (("--tokens", 0), ("--tokens", -4), ("--seed", -1)):
         result = run_cli(capsys, "cache-sim", "--synthetic", *argv, "--device-slots", 99)
-        assert_refused(result, 2, word)
+        assert_refused(result, 2, f"{argv[0]} {argv[1]}: give")
 
 
 def test_two_outputs_of_decode_in_one_file_are_refused(micro: Path, tmp_path: Path, capsys: Capsys) -> None:

@@ -1,6 +1,7 @@
 """`ds41rt capture inspect | lint | diff`: outputs, files, exit codes, refusals."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,26 +59,59 @@ def test_files_by_their_ending(capsys: Capsys, saved: Path, tmp_path: Path, name
 def test_lint_of_a_dump_and_of_a_checkpoint(
     capsys: Capsys, saved: Path, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """An engine's own graphs are clean; a copy that is not its snapshot is found among them."""
     result = run_cli(capsys, "capture", "lint", "--dump", saved)
-    assert (result.code, result.err) == (1, "")
-    assert result.out.splitlines()[-1] == "4 findings: 4 copy-node"
-    assert "copy-node: segment 0, node 8 L00.snapshot: " in result.out
-    quiet = run_cli(capsys, "capture", "lint", "--dump", saved, "--skip", "copy-node")
-    assert (quiet.code, quiet.out) == (0, "nothing found\n")
-    page = tmp_path / "lint.html"
+    assert (result.code, result.out, result.err) == (0, "nothing found\n", "")
     micro = checkpoint("micro")
-    live = run_cli(capsys, "capture", "lint", micro, "--json", "--out", page, "--segment", 1, "--tokens", 3)
-    assert live.code == 1
-    findings = json.loads(live.out)["findings"]
-    assert [(f["rule"], f["graph"], f["name"]) for f in findings] == [
-        ("copy-node", "segment 1", "L01.snapshot"), ("copy-node", "segment 1", "L02.snapshot")
-    ]  # fmt: skip
-    assert findings[0].keys() == {"rule", "graph", "node", "name", "why", "todo"}
+    assert run_cli(capsys, "capture", "lint", micro).code == 0
+    live = run_cli(capsys, "capture", "lint", micro, "--json", "--segment", 1, "--tokens", 3)
+    assert (live.code, json.loads(live.out)["findings"]) == (0, [])
+    foreign, page = tmp_path / "foreign.json", tmp_path / "lint.html"
+    foreign.write_text(saved.read_text(encoding="utf-8").replace("L02.snapshot", "L02.save"), encoding="utf-8")
+    found = run_cli(capsys, "capture", "lint", "--dump", foreign)
+    assert (found.code, found.err) == (1, "")
+    assert found.out.splitlines()[-1] == "1 findings: 1 copy-node"
+    assert re.search(r"^copy-node: segment 1, node \d+ L02\.save: ", found.out, re.MULTILINE)
+    quiet = run_cli(capsys, "capture", "lint", "--dump", foreign, "--skip", "copy-node")
+    assert (quiet.code, quiet.out) == (0, "nothing found\n")
+    told = run_cli(capsys, "capture", "lint", "--dump", foreign, "--json", "--out", page, "--segment", 1)
+    assert told.code == 1
+    (finding,) = json.loads(told.out)["findings"]
+    assert (finding["rule"], finding["graph"], finding["name"]) == ("copy-node", "segment 1", "L02.save")
+    assert finding.keys() == {"rule", "graph", "node", "name", "why", "todo"}
     assert "copy-node" in page.read_text(encoding="utf-8")
 
 
+def test_lint_says_what_it_could_not_check(capsys: Capsys, saved: Path, tmp_path: Path) -> None:
+    raw = json.loads(saved.read_text(encoding="utf-8"))
+
+    def dump(name: str, graphs: list[object]) -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps({**raw, "graphs": graphs}), encoding="utf-8")
+        return path
+
+    empty, first = dump("empty.json", []), dump("first.json", raw["graphs"][:1])
+    page = tmp_path / "page.html"
+    result = run_cli(capsys, "capture", "lint", "--dump", empty, "--out", page)
+    assert result.code == 1
+    assert "not-checked: the dump: the dump has no graphs" in result.out
+    assert "the dump has no graphs" in page.read_text(encoding="utf-8")
+    more = run_cli(capsys, "capture", "lint", "--dump", saved, "--later", first)
+    assert (more.code, more.out.splitlines()[-1]) == (1, "2 findings: 2 not-checked")
+    assert "not-checked: segment 3: the dump of the later token has no such graph" in more.out
+    fewer = run_cli(capsys, "capture", "lint", "--dump", first, "--later", saved)
+    assert fewer.code == 1
+    assert "only the dump of the later token has graph 'segment 1'" in fewer.out
+    # Of one segment in both, there is nothing else to compare.
+    both = ("--dump", first, "--later", saved, "--segment")
+    assert run_cli(capsys, "capture", "lint", *both, 0).code == 0
+    assert_refused(
+        run_cli(capsys, "capture", "lint", *both, 1), 2, f"--segment 1: there is no such segment; {first} has"
+    )
+
+
 def test_lint_compares_with_a_later_token(capsys: Capsys, saved: Path, tmp_path: Path) -> None:
-    assert run_cli(capsys, "capture", "lint", "--dump", saved, "--later", saved, "--skip", "copy-node").code == 0
+    assert run_cli(capsys, "capture", "lint", "--dump", saved, "--later", saved).code == 0
     raw = json.loads(saved.read_text(encoding="utf-8"))
     param = next(
         p for n in raw["graphs"][0]["nodes"] for p in (n["kernel"] or {"params": []})["params"] if p["name"] == "eps"
@@ -85,7 +119,7 @@ def test_lint_compares_with_a_later_token(capsys: Capsys, saved: Path, tmp_path:
     param.update(raw="00000000", value=0.0)
     later = tmp_path / "later.json"
     later.write_text(json.dumps(raw), encoding="utf-8")
-    result = run_cli(capsys, "capture", "lint", "--dump", saved, "--later", later, "--skip", "copy-node")
+    result = run_cli(capsys, "capture", "lint", "--dump", saved, "--later", later)
     assert result.code == 1
     assert "baked-scalar: segment 0" in result.out
     assert "'eps' is baked as" in result.out
@@ -125,7 +159,16 @@ def test_refusals(capsys: Capsys, saved: Path, tmp_path: Path, action: str) -> N
     refused("--dump", saved, "--segment", "2", said="--segment 2: there is no such segment")
     refused("--dump", saved, "--out", tmp_path / "x.txt", said="must end in .json, .html, .dot")
     refused("--dump", saved, "--out", tmp_path / "no" / "x.json", said="no file can be made")
-    refused(tmp_path, "--backend", "host", "--tokens", "2", said="--tokens must be at least 3")
+    for tokens in ("2", "0", "-1"):
+        refused(tmp_path, "--backend", "host", "--tokens", tokens, said=f"--tokens must be at least 3, is {tokens}: ")
+    for option, value in (("--tokens", "4"), ("--backend", "host"), ("--schedule", "lazy")):
+        refused(
+            "--dump",
+            saved,
+            option,
+            value,
+            said=f"{option} is for capturing a checkpoint; with --dump nothing is, leave it out",
+        )
     for argv in ([], ["--dump", saved, tmp_path]):
         assert run_cli(capsys, "capture", action, *argv).code == 2
 
@@ -139,7 +182,7 @@ def test_refusals_of_lint_alone(capsys: Capsys, saved: Path, tmp_path: Path) -> 
 def test_a_failed_run_leaves_no_file(capsys: Capsys, tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     result = run_cli(capsys, "capture", "inspect", tmp_path / "no checkpoint", "--out", out, "--backend", "host")
-    assert result.code == 1
+    assert result.code == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -291,6 +291,6 @@ def test_two_tiers_reading_ahead_and_the_adaptive_mode(
         assert (got["host_hits"] > 0) == (got["host_slots"] > 0)
     result = run_cli(capsys, "decode", micro, *argv, "--host-slots", 20, "--mode", "eager", "--prefetch")
     assert re.search(
-        r"host tier: \d+ of the hits, 20 slots, \d+ promotions, \d+ demotions, [\d.]+ MB moved", result.err
+        r"host tier: \d+ of the hits, 20 slots, \d+ promotions, \d+ demotions, [\d.]+ kB moved", result.err
     )
     assert re.search(r"read ahead: \d+ experts, \d+ useful, \d+ wasted, 0 failed", result.err)

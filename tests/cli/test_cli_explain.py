@@ -166,7 +166,7 @@ def test_an_engine(
     assert done.code == 0
     assert done.out.startswith(f"engine of {path}: captured well, ")
     assert_refused(run_cli(capsys, "capture", "explain", path, "--self-capture"), 2, "--self-capture", "--call")
-    assert_refused(run_cli(capsys, "capture", "explain", path / "nope"), 1, "nope")
+    assert_refused(run_cli(capsys, "capture", "explain", path / "nope"), 2, "nope")
 
     begin = HostBackend.begin_capture
 

@@ -15,6 +15,7 @@ from cli_harness import Result, assert_refused, run_cli
 
 from ds41rt.config import ModelConfig
 from ds41rt.engine import Engine
+from ds41rt.errors import CheckpointReadError
 
 Capsys = pytest.CaptureFixture[str]
 COMMAND = (sys.executable, "-m", "ds41rt")
@@ -113,18 +114,39 @@ def test_usage(micro: Path, capsys: Capsys, argv: list[str]) -> None:
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("command", ["decode", "verify", "demo"])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["capture", "inspect", "DIR", "--tokens", "abc"], "--tokens: 'abc' is not a whole number; give one"),
+        (["capture", "lint", "DIR", "--tokens", "1e3"], "--tokens: '1e3' is not a whole number; give one"),
+        (["cache-sim", "--synthetic", "--device-slots", "9", "--seed", ""], "--seed: '' is not a whole number"),
+        (["cache-sim", "--synthetic", "--device-slots", "9", "--disk-gb-s", "x"], "--disk-gb-s: 'x' is not a number"),
+    ],
+)
+def test_text_where_a_number_belongs(micro: Path, capsys: Capsys, argv: list[str], said: str) -> None:
+    result = run_cli(capsys, *[micro if a == "DIR" else a for a in argv])
+    assert (result.code, result.out) == (2, "")
+    assert f"argument {said}" in result.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["decode", "verify", "demo", "bench", "bench-streaming"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("DS41RT_STEP_GRPAH", "1"), ("DS41RT_STEP_GRAPH", "maybe"), ("ds41rt_backend", "host"), ("DS41RT_TRACE", "2")],
+    [
+        ("DS41RT_STEP_GRPAH", "1"),
+        ("DS41RT_STEP_GRAPH", "maybe"),
+        ("ds41rt_backend", "host"),
+        ("DS41RT_TRACE", "2"),
+        ("ATLAS_DS41_TRCE", "1"),
+    ],
 )
 def test_environment_typo(
     micro: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: str
 ) -> None:
     golden = Path(__file__).parents[1] / "goldens" / "tiny-a"
-    argv: dict[str, list[object]] = {"decode": [micro, "--prompt-ids", "1"], "verify": [golden], "demo": []}
+    argv: dict[str, list[object]] = {"decode": [micro, "--prompt-ids", "1"], "verify": [golden]}
     monkeypatch.setenv(name, value)
-    assert_refused(run_cli(capsys, command, *argv[command]), 2, name.upper() if name.isupper() else name)
+    assert_refused(run_cli(capsys, command, *argv.get(command, [])), 2, name.upper() if name.isupper() else name)
 
 
 def test_prompt_ids_file_that_cannot_be_read(micro: Path, tmp_path: Path, capsys: Capsys) -> None:
@@ -139,7 +161,7 @@ def test_prompt_ids_file_that_cannot_be_read(micro: Path, tmp_path: Path, capsys
 
 
 def refused_checkpoint(capsys: Capsys, directory: Path, *words: str) -> None:
-    assert_refused(run_cli(capsys, "decode", directory, "--prompt-ids", "1"), 1, *words)
+    assert_refused(run_cli(capsys, "decode", directory, "--prompt-ids", "1"), 2, *words)
 
 
 def test_no_checkpoint(tmp_path: Path, capsys: Capsys) -> None:
@@ -147,6 +169,43 @@ def test_no_checkpoint(tmp_path: Path, capsys: Capsys) -> None:
     refused_checkpoint(capsys, tmp_path, "config.json")
     (tmp_path / "file").write_text("x")
     refused_checkpoint(capsys, tmp_path / "file", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["decode", "DIR", "--prompt-ids", "1"],
+        ["decode", "DIR", "--prompt", "hello"],
+        ["trace", "diff", "DIR", "--prompt-ids", "1"],
+        ["timeline", "DIR", "--prompt-ids", "1", "--out", "OUT"],
+        ["capture", "inspect", "DIR"],
+        ["capture", "lint", "DIR"],
+        ["capture", "explain", "DIR"],
+    ],
+)
+def test_every_command_counts_a_bad_checkpoint_as_bad_input(
+    broken: Path, tmp_path: Path, capsys: Capsys, argv: list[str]
+) -> None:
+    """Missing, and with a file that is cut."""
+
+    def run(directory: Path) -> Result:
+        return run_cli(capsys, *[{"DIR": directory, "OUT": tmp_path / "x.json"}.get(a, a) for a in argv])
+
+    assert_refused(run(tmp_path / "none"), 2, str(tmp_path / "none"))
+    for path in broken.rglob("*.*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:100])
+    assert_refused(run(broken), 2, str(broken))
+
+
+def test_a_read_that_the_system_refuses_is_no_bad_input(
+    micro: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise CheckpointReadError("layers.0: input/output error")
+
+    monkeypatch.setattr(Engine, "decode_step", refuse)
+    assert_refused(run_cli(capsys, "decode", micro, "--prompt-ids", "1"), 1, "input/output error")
 
 
 @pytest.mark.parametrize("cut", [3, 1000, -1])

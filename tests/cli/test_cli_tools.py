@@ -46,7 +46,7 @@ def test_synth(tmp_path: Path, capsys: Capsys) -> None:
         assert checkpoint.config.n_layers == 4
     result = run_cli(capsys, "synth", tmp_path / "b", "--preset", "micro", "--seed", 5)
     assert (result.code, result.err) == (0, "")
-    assert "preset micro, seed 5" in result.out
+    assert result.out == f"{tmp_path / 'b'}: preset micro, seed 5, {nbytes / 1e3:.0f} kB\n"
     for path in (tmp_path / "b").rglob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "a" / "micro" / path.name).read_bytes()
 
@@ -61,7 +61,7 @@ def test_synth_does_not_overwrite(tmp_path: Path, capsys: Capsys) -> None:
 def test_synth_that_cannot_write(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "file").write_text("x")
     result = run_cli(capsys, "synth", tmp_path / "file" / "micro", "--preset", "micro")
-    assert_refused(result, 1, str(tmp_path / "file" / "micro"), "cannot be written")
+    assert_refused(result, 2, str(tmp_path / "file" / "micro"), "cannot be written")
     assert_refused(run_cli(capsys, "synth", tmp_path / "new", "--seed", "-1"), 2, "seed -1")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -129,7 +129,7 @@ def test_verify_needs_a_golden_directory(tmp_path: Path, capsys: Capsys) -> None
     refused(str(tmp_path / "g"), "no trace_s*.npz")
     trace = tmp_path / "g" / "trace_s00.npz"
     shutil.copy(TINY_A / trace.name, trace)
-    assert_refused(run_cli(capsys, "verify", tmp_path / "g"), 1, "checkpoint")
+    assert_refused(run_cli(capsys, "verify", tmp_path / "g"), 2, "checkpoint")
     (tmp_path / "g" / "checkpoint").symlink_to(TINY_A / "checkpoint")
     np.savez(trace, token=np.int32(1))
     refused(str(trace), "has no array")
@@ -156,6 +156,37 @@ def test_demo_with_too_few_tokens(capsys: Capsys) -> None:
     assert_refused(run_cli(capsys, "demo", "--tokens", 6), 2, "--tokens", "6")
 
 
+@pytest.mark.parametrize("command", ["bench", "bench-streaming"])
+def test_benches_take_the_backend_of_the_environment(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """As every other command does, and the option goes before it."""
+
+    def said(*argv: str) -> str:
+        result = run_cli(capsys, command, "--preset", "released", *argv)
+        assert (result.code, result.out) == (2, "")
+        return result.err
+
+    monkeypatch.setenv("DS41RT_BACKEND", "tpu")
+    assert "DS41RT_BACKEND='tpu'" in said()
+    monkeypatch.setenv("DS41RT_BACKEND", "host")
+    assert "the host backend was chosen" in said()
+    monkeypatch.setenv("DS41RT_BACKEND", "cuda")
+    assert "the host backend was chosen" in said("--backend", "host")
+
+
+def test_bench_says_small_sizes_in_small_units(capsys: Capsys) -> None:
+    done = run_cli(capsys, "bench", "--backend", "host", "--preset", "micro", "--tokens", 1, "--context", 32)
+    assert done.code == 0, done.err
+    head, *rows = done.out.splitlines()[-21:]
+    assert head.split() == ["stage", "nodes", "us", "us", "each", "size", "each", "TB/s"]
+    assert len(rows) == 20
+    for row in rows:
+        amount, unit = row.split()[4:6]
+        assert float(amount) > 0
+        assert unit in ("B", "kB")
+
+
 def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys) -> None:
     done = run_cli(
         capsys,
@@ -178,7 +209,7 @@ def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys)
     found = json.loads(done.out)
     host, files = found["host_tier"], found["file_tier"]
     assert (host["falls"], host["misses"], host["hits_per_token"]) == (0, 0, 24)
-    assert (files["experts"], files["at_a_time"]) == (384, 6)
+    assert (files["experts"], files["at_a_time"]) == (360, 6)
     assert min(found["touches_us"], host["host_us"], files["gb_per_s"], files["plain_gb_per_s"]) > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -186,5 +217,12 @@ def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys)
 @pytest.mark.parametrize(
     "options", [("--tokens", 0), ("--threads", 0), ("--disk-gb", 0), ("--experts-per-layer", 5), ("--layers", 99)]
 )
-def test_bench_streaming_refuses(capsys: Capsys, options: tuple[str, int]) -> None:
-    assert_refused(run_cli(capsys, "bench-streaming", "--preset", "tiny", *options), 2, str(options[1]))
+def test_bench_streaming_refuses(tmp_path: Path, capsys: Capsys, options: tuple[str, int]) -> None:
+    assert_refused(
+        run_cli(capsys, "bench-streaming", "--preset", "tiny", "--disk", tmp_path, *options), 2, str(options[1])
+    )
+
+
+@pytest.mark.parametrize("option", ["--threads", "--disk-gb"])
+def test_bench_streaming_without_a_disk_has_no_file_to_read(capsys: Capsys, option: str) -> None:
+    assert_refused(run_cli(capsys, "bench-streaming", "--preset", "tiny", option, 4), 2, "--disk DIR")

@@ -165,6 +165,12 @@ def test_files_that_do_not_fit(micro: Path, tmp_path: Path, capsys: Capsys) -> N
     old = tmp_path / "old.npz"
     np.savez(old, expert_ids=np.zeros((1, 4, 3), np.int32), streams_hash=np.zeros((1, 4), np.uint64))
     assert_refused(diff(capsys, old, a), 2, str(old), "older ds41rt")
+    routes = tmp_path / "routes.npz"
+    argv = ("decode", micro, "--prompt-ids", "5", "--max-new", 0, "--route-trace-out", routes)
+    assert run_cli(capsys, *argv).code == 0
+    assert_refused(diff(capsys, a, routes), 2, f"{routes}: is a route trace", "cache-sim --trace", "--trace-out")
+    for option, value in (("--backend", "host"), ("--schedule", "lazy"), ("--max-new", "3")):
+        assert_refused(diff(capsys, a, a, option, value), 2, option, "nothing is decoded")
 
 
 def test_usage(micro: Path, capsys: Capsys) -> None:

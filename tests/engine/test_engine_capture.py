@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from ds41rt.capture import StaleGraphError, diff, lint, render_html
 from ds41rt.capture.dot import render_dot
 from ds41rt.capture.dump import Dump, parse_dump
+from ds41rt.capture.finding import Finding
 from ds41rt.capture.text import render_text
 from ds41rt.cu.backend import DeviceBuffer, Graph, GraphExec
 from ds41rt.cu.graphinfo import GraphInfo, GraphNode
@@ -123,24 +124,25 @@ def test_what_the_host_reads_is_what_it_was_seen_to_read(checkpoint: Checkpoints
         assert any(buffers.index_scores.ptr in of for of in seen.values())
 
 
-def test_lint_finds_the_snapshots_and_nothing_else(dump: Dump) -> None:
-    findings = lint(dump)
-    assert {f.rule for f in findings} == {"copy-node"}
-    assert {f.name for f in findings} == {f"L{layer:02d}.snapshot" for layer in range(4)}
+def test_lint_finds_nothing(dump: Dump) -> None:
+    """Although there are small copies in it, one a layer: the snapshots, which are meant to be there."""
+    copies = [node.label for graph in dump.graphs for node in graph.nodes if node.kind == "copy"]
+    assert copies == [f"L{layer:02d}.snapshot" for layer in range(4)]
+    assert lint(dump) == []
 
 
 @pytest.mark.parametrize("preset", ["micro", pytest.param("tiny", marks=pytest.mark.long)])
 def test_nothing_of_a_token_is_baked(checkpoint: Checkpoints, preset: str) -> None:
     first, later = dump_checkpoint(checkpoint(preset), tokens=4, backend="host", again=True)
     assert later is not None
-    assert [f for f in lint(first, next_token=later) if f.rule != "copy-node"] == []
+    assert lint(first, next_token=later) == []
     assert not diff(first, later).graphs
 
 
 def test_every_output_takes_an_engine_s_dump(dump: Dump) -> None:
-    findings = lint(dump)
+    findings = [Finding("r", graph.name, 0, "", "why", "todo") for graph in dump.graphs]
     assert "segment 1, layers 1 to 2: " in render_text(dump)
-    assert render_dot(dump, findings).count("color=red") == len(findings)
+    assert render_dot(dump, findings).count("color=red") == len(findings) == 3
     assert "<html" in render_html(dump, findings)
 
 

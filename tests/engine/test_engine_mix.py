@@ -102,12 +102,12 @@ class Mix:
         source, left = fetcher._source, self.rng.randrange(4)
 
         class Failing:
-            def read_expert(self, layer: int, expert: int, out: Any) -> None:
+            def read_expert(self, layer: int, expert: int, out: Any, offset: int) -> None:
                 nonlocal left
                 left -= 1
                 if left == -1:
                     raise CheckpointError("planted")
-                source.read_expert(layer, expert, out)
+                source.read_expert(layer, expert, out, offset)
 
         fetcher._source = cast(Any, Failing())
         try:

@@ -12,10 +12,12 @@ from engine_harness import Checkpoints, ProbeBackend, Run, check_counters, refer
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
+from ds41rt.checkpoint.direct import PART_NBYTES
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.result import OutOfDeviceMemory
 from ds41rt.engine import Engine
 from ds41rt.errors import CacheError, CheckpointError, ConfigError
+from ds41rt.moe import fetch
 from ds41rt.moe.arena import slot_nbytes
 from ds41rt.moe.mover import MOVES_PER_TOKEN
 from ds41rt.step import adaptive
@@ -63,16 +65,23 @@ def test_a_decode_out_of_the_host_tier_never_falls(checkpoint: Checkpoints, devi
 
 
 @pytest.mark.parametrize("mode", ["eager", "step-graph"])
-def test_threads_change_neither_bits_nor_map(checkpoint: Checkpoints, mode: str) -> None:
-    maps = []
-    for threads in (0, 8):
+def test_threads_change_neither_bits_nor_map(
+    checkpoint: Checkpoints, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it matter into how many parts an expert is cut."""
+    maps: list[list[Any]] = []
+    for threads, part_nbytes in ((0, PART_NBYTES), (8, PART_NBYTES), (0, 999), (8, 300)):
+        monkeypatch.setattr(fetch, "PART_NBYTES", part_nbytes)
         seen = []
         with Run(reference(checkpoint("micro")), mode=mode, slots=10, host_slots=16, reader_threads=threads) as run:
+            assert (run.engine.arena.layout.nbytes > part_nbytes) == (len(maps) > 1)
             for _ in range(24):
                 run.step()
                 seen.append(list(run.engine.cache.codes))
+            stats = run.stats()
+            assert stats.expert_nbytes_read == stats.misses * run.engine.arena.layout.nbytes
         maps.append(seen)
-    assert maps[0] == maps[1]
+    assert maps[0] == maps[1] == maps[2] == maps[3]
 
 
 @pytest.mark.parametrize("threads", [0, 4])
@@ -87,11 +96,11 @@ def test_reading_ahead(checkpoint: Checkpoints, mode: str, threads: int) -> None
             self.source = source
             self.refused: set[tuple[int, int]] = set()
 
-        def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+        def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int) -> None:
             if (layer + expert) % 5 == 0 and (layer, expert) not in self.refused:
                 self.refused.add((layer, expert))
                 raise CheckpointError("planted")
-            self.source.read_expert(layer, expert, out)
+            self.source.read_expert(layer, expert, out, offset)
 
     with Run(
         reference(checkpoint("micro")), mode=mode, slots=8, host_slots=9, prefetch=True, reader_threads=threads
@@ -175,7 +184,7 @@ class Interrupting:
         self.main_waits = threading.Event()
         self.go = threading.Event()
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int) -> None:
         with self.lock:
             self.left -= 1
             left = self.left
@@ -184,7 +193,7 @@ class Interrupting:
                 assert self.main_waits.wait(LIMIT)
                 signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
             assert self.go.wait(LIMIT)
-        self.source.read_expert(layer, expert, out)
+        self.source.read_expert(layer, expert, out, offset)
 
 
 @pytest.mark.usefixtures("ctrl_c")

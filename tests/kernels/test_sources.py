@@ -22,7 +22,7 @@ def norm(x: NDArray[Any], w: NDArray[Any]) -> NDArray[Any]:
 
 
 def test_names_are_unique() -> None:
-    assert len({spec.name for spec in SPECS}) == len(SPECS) == 26
+    assert len({spec.name for spec in SPECS}) == len(SPECS) == 27
 
 
 @pytest.mark.parametrize("ratio", [1, 2])

@@ -27,6 +27,7 @@ from ds41rt.cu.host.race_report import RaceError
 from ds41rt.cu.result import CudaError, OutOfDeviceMemory, Status
 from ds41rt.errors import CacheError, CheckpointError
 from ds41rt.kernels.router import HOST_SLOT_BIT
+from ds41rt.moe import fetch
 from ds41rt.moe.pool import PinnedPool, open_pool
 
 LIMIT = 60
@@ -43,8 +44,30 @@ def test_tokens(sizes: tuple[int, int], schedule: str, threads: int) -> None:
         rig.check()
     cache = rig.cache
     assert cache.hits + cache.host_hits + cache.misses == 12 * LAYERS * 3
-    assert rig.source.n_reads == cache.misses
+    assert len(rig.source.reads) == cache.misses
     rig.close()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+@pytest.mark.parametrize("sizes", [(4, 4), (0, 6), (6, 0)])
+def test_parts_change_nothing(sizes: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are read in one part or in several: the same map, bytes and counters."""
+    seen = []
+    for part_nbytes in (NBYTES, NBYTES - 1, 50):
+        monkeypatch.setattr(fetch, "PART_NBYTES", part_nbytes)
+        rig = Rig(*sizes, threads=threads)
+        rng = random.Random(11)
+        codes = []
+        for _ in range(12):
+            rig.token(rng)
+            rig.check()
+            codes.append(list(rig.cache.codes))
+        cuts = [(at, min(part_nbytes, NBYTES - at)) for at in range(0, NBYTES, part_nbytes)]
+        assert sorted(rig.source.reads) == sorted(cuts * rig.cache.misses)
+        assert rig.fetcher.readers.nbytes_read == rig.cache.misses * NBYTES
+        seen.append((codes, rig.cache.hits, rig.cache.host_hits, rig.cache.misses))
+        rig.close()
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (0, 6), (6, 0), (20, 20)])
@@ -62,10 +85,14 @@ def test_the_map_does_not_depend_on_threads(sizes: tuple[int, int]) -> None:
     assert maps[0] == maps[1] == maps[2]
 
 
+@pytest.mark.parametrize("part_nbytes", [NBYTES, 50])
 @pytest.mark.parametrize("threads", [0, 4])
 @pytest.mark.parametrize("sizes", [(6, 0), (0, 6), (4, 4), (2, 8), (9, 3)])
-def test_reads_that_fail(sizes: tuple[int, int], threads: int) -> None:
+def test_reads_that_fail(
+    sizes: tuple[int, int], threads: int, part_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What arrived is mapped, what did not is not, and nothing was given up for it."""
+    monkeypatch.setattr(fetch, "PART_NBYTES", part_nbytes)
     rig = Rig(*sizes, threads=threads)
     rng = random.Random(3)
     n_failed = n_all = 0
@@ -106,7 +133,7 @@ def test_duplicates_are_one_read() -> None:
     rig = Rig(0, 6)
     rig.cache.begin_epoch()
     assert rig.fetcher.fetch(1, [3, 5, 3, 3], rig.stream, count=True) == 2
-    assert rig.source.n_reads == 2
+    assert len(rig.source.reads) == 2
     assert (rig.cache.misses, rig.cache.host_hits) == (4, 0)
     rig.check()
     rig.close()
@@ -126,6 +153,34 @@ class Gate:
     def wait_begun(self, n: int) -> None:
         for _ in range(n):
             assert self.begun.acquire(timeout=LIMIT)
+
+
+def test_an_expert_is_copied_while_later_ones_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the last expert is read before the copies of the others are enqueued."""
+    monkeypatch.setattr(fetch, "PART_NBYTES", 50)
+    probe = Probe()
+    rig = Rig(6, 0, threads=2, backend=probe)
+    two_copies = threading.Event()
+    copied: list[int] = []
+
+    def hook(name: str, args: tuple[Any, ...], call: Any) -> Any:
+        result = call()
+        if "expert.copy" in args:
+            copied.append(args[0])
+            if len(copied) == 2:
+                two_copies.set()
+        return result
+
+    def wait_for_copies(layer: int, expert: int) -> None:
+        assert expert != 3 or two_copies.wait(LIMIT)
+
+    rig.source.before = wait_for_copies
+    probe.hook = hook
+    assert rig.fetch(0, [1, 2, 3]) == 3
+    probe.hook = None
+    assert copied == [rig.arena.slot_ptr(rig.cache.slot_of(0, e)) for e in (1, 2, 3)]
+    rig.check()
+    rig.close()
 
 
 def test_all_misses_of_a_layer_are_read_at_once() -> None:

@@ -27,7 +27,7 @@ def test_what_is_asked_for_is_read_once(sizes: tuple[int, int], threads: int) ->
     assert rig.fetch(1, [4, 5, 6]) == 3
     rig.use(1, [4, 5, 6])
     rig.drain()
-    assert rig.source.n_reads == 4
+    assert len(rig.source.reads) == 4
     assert counts(rig) == (3, 2, 1, 0)
     assert (rig.cache.misses, rig.cache.hits + rig.cache.host_hits) == (3, 0)
     rig.check()
@@ -53,7 +53,7 @@ def test_the_running_read_is_waited_for_and_not_begun_again() -> None:
 
     rig.fetcher.readers.wait = opens  # type: ignore[method-assign] # a spy
     rig.fetch(1, [4])
-    assert rig.source.n_reads == 1
+    assert len(rig.source.reads) == 1
     assert counts(rig) == (1, 1, 0, 0)
     rig.check()
     rig.close()
@@ -72,7 +72,7 @@ def test_one_that_fails_is_read_again_and_fails_nobody(threads: int) -> None:
     rig.source.before = lambda layer, expert: None
     assert rig.fetch(1, [4, 6]) == 2
     assert counts(rig) == (2, 0, 0, 2)
-    assert rig.source.n_reads == 4
+    assert len(rig.source.reads) == 4
     rig.check()
     rig.close()
 
@@ -147,4 +147,25 @@ def test_random_guesses(sizes: tuple[int, int], threads: int) -> None:
     rig.check()
     assert min(useful, wasted) > 10
     assert BYTES.shape[0] == LAYERS
+    rig.close()
+
+
+def test_an_interrupted_submission_keeps_its_slot_until_the_read_is_over() -> None:
+    rig = Rig(0, 6, spare=9, threads=2)
+    submit = rig.fetcher.readers.submit
+
+    def interrupted(*args: object) -> None:
+        submit(*args)  # type: ignore[arg-type] # passed on
+        raise KeyboardInterrupt
+
+    rig.fetcher.readers.submit = interrupted  # type: ignore[method-assign, assignment] # an accident
+    with pytest.raises(KeyboardInterrupt):
+        rig.fetcher.ahead.issue(1, [4], TOP_K)
+    rig.fetcher.readers.submit = submit  # type: ignore[method-assign]
+    assert rig.pool.n_spare == 8 + 6
+    rig.fetch(1, [4])
+    assert len(rig.source.reads) == 2
+    assert not rig.fetcher._unknown
+    assert counts(rig) == (0, 0, 0, 0)
+    rig.check()
     rig.close()

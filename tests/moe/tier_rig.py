@@ -75,14 +75,15 @@ class Source:
 
     def __init__(self) -> None:
         self.before: Callable[[int, int], None] = lambda layer, expert: None
-        self.n_reads = 0
+        self.reads: list[tuple[int, int]] = []  # offset, bytes
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        self.n_reads += 1
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int) -> None:
+        self.reads.append((offset, out.size))
         self.before(layer, expert)
-        half = NBYTES // 2
-        out[:half] = BYTES[layer, expert, :half]
-        out[half:] = BYTES[layer, expert, half:]
+        half = out.size // 2
+        whole = BYTES[layer, expert, offset : offset + out.size]
+        out[:half] = whole[:half]
+        out[half:] = whole[half:]
 
 
 def fail_some(rng: random.Random, share: float) -> Callable[[int, int], None]:

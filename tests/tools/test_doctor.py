@@ -190,6 +190,30 @@ def test_the_default_stream_switch(
         assert "unset" in step
 
 
+def test_variables_that_no_engine_takes(
+    cu: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are problems: a value, and names under both prefixes."""
+    bad = {"ATLAS_DS41_TRCE": "1", "DS41RT_BACKNED": "host", "DS41RT_READER_THREADS": "65"}
+    for name, value in bad.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DS41RT_REQUIRE_GPU", "1")
+    assert main(["doctor", "--json"]) == 1
+    raw = json.loads(capsys.readouterr().out)
+    assert (raw["ok"], raw["refused"]) == (False, sorted(bad))
+    for name, problem in zip(sorted(bad), raw["problems"], strict=True):
+        assert name.removeprefix("DS41RT_").lower() in problem["what"].lower()
+        assert f"correct {name} or unset it" in problem["next"]
+    assert raw["pinned"]["round_trip"] is True  # the rest is looked at all the same
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "problem: DS41RT_BACKNED='host': there is no such setting; use DS41RT_BACKEND, or unset it" in out
+    assert out.endswith(f"no engine opens on any backend, because of {', '.join(sorted(bad))}\n")
+    for name in bad:
+        monkeypatch.delenv(name)
+    assert main(["doctor"]) == 0
+
+
 def test_this_machine_gets_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     raw = json.loads(capsys.readouterr().out)

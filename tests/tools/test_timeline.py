@@ -15,6 +15,7 @@ from ds41rt.cu.host import HostBackend
 from ds41rt.engine import Engine, Mode
 from ds41rt.errors import CheckpointError
 from ds41rt.kernels.registry import SPECS
+from ds41rt.moe import fetch
 from ds41rt.tools.timeline import record, summary
 from ds41rt.tools.timeline_backend import DeviceSpan, HostSpan, TimelineBackend, Token
 from ds41rt.tools.timeline_events import DEVICE, HOST, trace_events
@@ -210,6 +211,22 @@ def test_recording_changes_no_bit_and_leaves_no_trace(checkpoint: Checkpoints) -
         assert len(recorder.tokens) == len(text)
 
 
+def test_a_large_expert_takes_several_reads(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a span that says which bytes it is about; together they are the experts that were read."""
+    monkeypatch.setattr(fetch, "PART_NBYTES", 1500)
+    with opened(checkpoint("micro"), "step-graph", 8, HostBackend()) as (engine, backend):
+        tokens = record(engine, backend, PROMPT, 2)
+        nbytes = engine.arena.layout.nbytes
+    for token in tokens:
+        names = [span.name for span in token.host if span.category == "read"]
+        experts = {name.split(",")[0] for name in names}
+        parts = [f"{min(1500, nbytes - at)} bytes from {at} on" for at in range(0, nbytes, 1500)]
+        assert len(parts) == 3
+        assert sorted(names) == sorted(f"{expert}, {part}" for expert in experts for part in parts)
+        assert summary(token)["expert_reads"] == 3 * token.counted["misses"] > 0
+        assert token.counted["expert_nbytes_read"] == len(experts) * nbytes
+
+
 def test_a_step_that_fails_is_not_kept(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(checkpoint("micro"), "step-graph", 8, HostBackend()) as (engine, backend):
         seq, recorder = engine.new_sequence(), Recorder(engine, backend)
@@ -218,10 +235,10 @@ def test_a_step_that_fails_is_not_kept(checkpoint: Checkpoints, monkeypatch: pyt
         with monkeypatch.context() as patch:
             read = engine._source.read_expert
 
-            def failing(layer: int, expert: int, out: Any) -> None:
+            def failing(layer: int, expert: int, out: Any, offset: int) -> None:
                 if layer == 2:
                     raise CheckpointError("planted")
-                read(layer, expert, out)
+                read(layer, expert, out, offset)
 
             patch.setattr(engine._source, "read_expert", failing)
             with pytest.raises(Exception, match="planted"):

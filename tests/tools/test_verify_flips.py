@@ -42,10 +42,12 @@ class FlippedCheckpoint(Checkpoint):
         if name == tensor and offset <= at < offset + out.size:
             out[at - offset] ^= 0x80
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        super().read_expert(layer, expert, out)
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> None:
+        super().read_expert(layer, expert, out, offset)
         if self.expert_flip is not None and self.expert_flip[:2] == (layer, expert):
-            out[self.expert_flip[2]] ^= 0x80
+            at = self.expert_flip[2] - offset
+            if 0 <= at < out.size:
+                out[at] ^= 0x80
 
 
 def traced() -> list[tuple[str, dict[str, NDArray[np.generic]]]]:

@@ -9,8 +9,8 @@ from ds41rt.capture.dump import Node
 class Finding:
     """One thing that is wrong: the rule's id, where, what it is and why it matters, what to do.
 
-    `graph` is the graph's name, `node` the node's index in it, None for a finding about the whole graph. `name` is what
-    to call the node: its label, or its kernel.
+    `graph` is the graph's name, "" for a finding about the whole dump; `node` is the node's index in it, None for a
+    finding about the whole graph. `name` is what to call the node: its label, or its kernel.
     """
 
     rule: str

@@ -94,6 +94,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         # Pairs, because an object's integer keys would be text, and in an order of their own.
         layer_moved=[[layer, _number(nbytes)] for layer, nbytes in total.layer_nbytes.items()],
         heaviest=total.heaviest,
+        starts=total.starts if len(total.starts) > 1 else None,
         forks=total.forks,
         joins=total.joins,
         read_back_nbytes=_number(total.read_back_nbytes),
@@ -188,6 +189,8 @@ def _range(r: Range) -> dict[str, Any]:
 
 
 def _finding(dump: Dump, finding: Finding) -> dict[str, Any]:
+    if not finding.graph:  # about the whole dump
+        return _known(rule=finding.rule, why=finding.why, todo=finding.todo)
     graph = next((graph for graph in dump.graphs if graph.name == finding.graph), None)
     if graph is None:
         names = ", ".join(repr(graph.name) for graph in dump.graphs) or "none"

@@ -39,6 +39,11 @@ class Layout:
         return tuple(i for i, to in enumerate(self.after) if len(to) > 1)
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """Nodes that wait for nothing. Several of them are a fork ahead of the first node."""
+        return tuple(i for i, deps in enumerate(self.deps) if not deps)
+
+    @property
     def joins(self) -> tuple[int, ...]:
         """Nodes with several dependencies."""
         return tuple(i for i, deps in enumerate(self.deps) if len(deps) > 1)

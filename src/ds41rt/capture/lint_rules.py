@@ -5,11 +5,11 @@ guessed: a kernel whose parameters nobody declared is no reason for a finding. T
 comes from.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
-from ds41rt.capture.dump import Dump, Graph, Node, Place, Range
+from ds41rt.capture.dump import Copy, Dump, Graph, Node, Param, Place, Range
 from ds41rt.capture.dump_diff import match_nodes, node_changes
 from ds41rt.capture.finding import Finding, name_of
 from ds41rt.capture.order import ancestors, conflicts, leaves
@@ -23,17 +23,27 @@ PER_TOKEN = frozenset(
         *("kv_len", "seq_len", "seqlen", "slot", "ring_slot", "n_rows", "row_count", "selected", "n_selected"),
     ]
 )
+# The kinds of nodes whose effect the rules know; "other" is what the driver's own types lack a name for.
+_KNOWN_KINDS = frozenset(
+    ("kernel", "copy", "fill", "host", "graph", "empty", "wait event", "record event", "alloc", "free")
+)
+# The copy that an engine puts in front of a layer's experts on purpose, to go back there after a fall: its label, and
+# the buffer it goes to. Both have to fit, so that no other copy passes under its name.
+_SNAPSHOT_LABEL, _SNAPSHOT_OWNER = re.compile(r"L\d+\.snapshot"), "snapshots"
 
 Hit = tuple[Node | None, str]
 """The node, or None for the graph, and what is wrong with it."""
 
 
 class _View:
-    """A graph of a dump, with the ranges by name."""
+    """A graph of a dump, with the ranges by name, and the same graph of a later token (`twin`) where it is `compared`
+    with one; None if that dump does not have it."""
 
-    def __init__(self, dump: Dump, graph: Graph) -> None:
+    def __init__(self, dump: Dump, graph: Graph, later: Dump | None) -> None:
         self.graph = graph
         self.complete = dump.complete
+        self.compared = later is not None
+        self.twin = None if later is None else next((g for g in later.graphs if g.name == graph.name), None)
         self._ranges = {r.name: r for r in dump.ranges}
 
     def owner(self, place: Place) -> Range | None:
@@ -116,11 +126,21 @@ def _unlabelled(view: _View) -> Iterator[Hit]:
                 yield node, "the node has no label"
 
 
+def _telling(node: Node) -> list[Param]:
+    """The scalars whose name says that they belong to one token."""
+    params = (node.kernel and node.kernel.params) or ()
+    return [param for param in params if param.name in PER_TOKEN and param.value is not None]
+
+
 def _per_token(view: _View) -> Iterator[Hit]:
     for node in view.graph.nodes:
-        for param in (node.kernel and node.kernel.params) or ():
-            if param.name in PER_TOKEN and param.value is not None:
-                yield node, f"scalar {param.name!r} is baked as {param.value}"
+        for param in _telling(node):
+            yield node, f"scalar {param.name!r} is baked as {param.value}"
+    for node, twin in () if view.twin is None else match_nodes(view.graph, view.twin):
+        told = {param.name for param in _telling(node)}
+        for what, before, after in node_changes(node, twin, same_addresses=True):
+            if what not in told:
+                yield node, f"{what!r} is baked as {before}, and as {after} for another token"
 
 
 def _unordered(view: _View) -> Iterator[Hit]:
@@ -134,7 +154,7 @@ def _unordered(view: _View) -> Iterator[Hit]:
 def _copies(view: _View) -> Iterator[Hit]:
     for node in view.graph.nodes:
         copy = node.copy_
-        if copy is None:
+        if copy is None or _is_snapshot(node, copy):
             continue
         spaces = {copy.dst.space, copy.src.space}
         limit = _SMALL_COPY if spaces == {"device"} else _SMALL_HOST_COPY if spaces == {"device", "pinned"} else 0
@@ -142,10 +162,41 @@ def _copies(view: _View) -> Iterator[Hit]:
             yield node, f"the node copies {copy.nbytes} bytes from {copy.src.space} to {copy.dst.space} memory"
 
 
+def _is_snapshot(node: Node, copy: Copy) -> bool:
+    return copy.dst.owner == _SNAPSHOT_OWNER and _SNAPSHOT_LABEL.fullmatch(node.label or "") is not None
+
+
+def _unchecked(view: _View) -> Iterator[Hit]:
+    if not view.graph.nodes:
+        yield None, "the graph has no nodes"
+    for node in view.graph.nodes:
+        if node.kind not in _KNOWN_KINDS:
+            yield node, f"what a node of kind {node.kind!r} does is not known here"
+    if not view.compared:
+        return
+    if view.twin is None:
+        yield None, "the dump of the later token has no such graph to compare with"
+        return
+    pairs = match_nodes(view.graph, view.twin)
+    here, there = {node.index for node, _ in pairs}, {twin.index for _, twin in pairs}
+    for node in view.graph.nodes:
+        if node.index not in here:
+            yield node, "the graph of the later token has no such node to compare with"
+    for node in view.twin.nodes:
+        if node.index not in there:
+            yield None, f"only the graph of the later token has node {node.index} {name_of(node)!r}"
+
+
 def _bytes(place: Place) -> str:
     return "an unknown number of bytes" if place.nbytes is None else f"{place.nbytes} bytes"
 
 
+_NOT_CHECKED = Rule(
+    "not-checked",
+    "without a finding there it need not be well",
+    "look at it by other means, or make dumps that have it",
+    _unchecked,
+)
 RULES: tuple[Rule, ...] = (
     Rule(
         "outside-allocation",
@@ -213,41 +264,43 @@ RULES: tuple[Rule, ...] = (
         "let the kernel that makes or uses the bytes write or read both places",
         _copies,
     ),
+    _NOT_CHECKED,
 )
 
 
 def lint(dump: Dump, *, next_token: Dump | None = None, skip: Iterable[str] = ()) -> list[Finding]:
-    """All findings, graph by graph in the order of the rules; `skip` are rules to leave out.
+    """All findings, graph by graph in the order of the rules, then those about the whole dump; `skip` are rules to
+    leave out.
 
     Per-token values baked into a graph are seen in two ways. From one dump: scalars of declared kernels with a telling
     name, see `PER_TOKEN`; others stay unseen, and so does every value in a kernel that nobody declared. With
     `next_token`, a dump of the same graphs captured again for a later token: everything that differs, by bytes, in
-    whatever kernel, copy or fill.
+    whatever kernel, copy or fill. What could not be looked at or compared is a finding too (`not-checked`).
 
     Raises `InputError` for a damaged graph.
     """
     left_out = set(skip)
     found = []
     for graph in dump.graphs:
-        view = _View(dump, graph)
+        view = _View(dump, graph, next_token)
         for rule in RULES:
             if rule.ident not in left_out:
-                hits: Iterable[Hit] = rule.check(view)
-                if rule.check is _per_token and next_token is not None:
-                    hits = chain(hits, _differing(graph, next_token))
-                found += [_finding(rule, graph, *hit) for hit in hits]
+                found += [_finding(rule, graph.name, *hit) for hit in rule.check(view)]
+    if _NOT_CHECKED.ident not in left_out:
+        found += [_finding(_NOT_CHECKED, "", None, what) for what in _not_in(dump, next_token)]
     return found
 
 
-def _finding(rule: Rule, graph: Graph, node: Node | None, what: str) -> Finding:
-    index, name = (None, graph.name) if node is None else (node.index, name_of(node))
-    return Finding(rule.ident, graph.name, index, name, f"{what}: {rule.why}", rule.todo)
+def _not_in(dump: Dump, later: Dump | None) -> Iterator[str]:
+    """What a rule, which sees a graph at a time, cannot see."""
+    if not dump.graphs:
+        yield "the dump has no graphs"
+    names = {graph.name for graph in dump.graphs}
+    for graph in () if later is None else later.graphs:
+        if graph.name not in names:
+            yield f"only the dump of the later token has graph {graph.name!r}"
 
 
-def _differing(graph: Graph, later: Dump) -> Iterator[Hit]:
-    """What the same graph bakes differently for another token. Scalars with a telling name are reported already."""
-    other = next((g for g in later.graphs if g.name == graph.name), None)
-    for node, twin in () if other is None else match_nodes(graph, other):
-        for what, before, after in node_changes(node, twin, same_addresses=True):
-            if what not in PER_TOKEN:
-                yield node, f"{what!r} is baked as {before}, and as {after} for another token"
+def _finding(rule: Rule, graph: str, node: Node | None, what: str) -> Finding:
+    index, name = (None, graph) if node is None else (node.index, name_of(node))
+    return Finding(rule.ident, graph, index, name, f"{what}: {rule.why}", rule.todo)

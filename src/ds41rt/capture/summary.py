@@ -17,7 +17,7 @@ class Summary:
 
     `kinds` is in order of frequency. `moved_nbytes` is None where no node's weight is known; `n_unknown` nodes are not
     in it. `layer_nbytes` is in order of the layers and holds those of which a weight is known; `heaviest` is the one
-    with the most bytes, the first of equals. Forks and joins are those of the layout.
+    with the most bytes, the first of equals. Starts, forks and joins are those of the layout.
     """
 
     kinds: dict[str, int]
@@ -25,6 +25,7 @@ class Summary:
     n_unknown: int
     layer_nbytes: dict[int, int]
     heaviest: int | None
+    starts: tuple[int, ...]
     forks: tuple[int, ...]
     joins: tuple[int, ...]
     read_back_nbytes: int
@@ -47,6 +48,7 @@ def summarise(graph: Graph, layout: Layout) -> Summary:
         n_unknown=len(graph.nodes) - len(known),
         layer_nbytes=dict(sorted(layers.items())),
         heaviest=min(layers, key=lambda layer: (-layers[layer], layer), default=None),
+        starts=layout.starts,
         forks=layout.forks,
         joins=layout.joins,
         read_back_nbytes=sum(read.nbytes for read in graph.reads_back),

@@ -20,7 +20,7 @@ def render_findings(findings: list[Finding]) -> str:
     """For people: two lines a finding, and how many there are."""
     lines = []
     for f in findings:
-        where = f"{f.graph}, node {f.node} {f.name}" if f.node is not None else f.graph
+        where = f"{f.graph}, node {f.node} {f.name}" if f.node is not None else f.graph or "the dump"
         lines += [f"{f.rule}: {where}: {f.why}", f"    {f.todo}"]
     rules = Counter(f.rule for f in findings)
     total = ", ".join(f"{n} {rule}" for rule, n in rules.items())
@@ -48,7 +48,12 @@ def _graph(graph: Graph) -> Iterator[str]:
         share = 100 * total.layer_nbytes[total.heaviest] / max(total.moved_nbytes or 1, 1)
         heaviest = size(total.layer_nbytes[total.heaviest])
         yield f"  heaviest layer: {total.heaviest} with {heaviest} ({share:.0f} %)"
-    for what, nodes in (("forks after", total.forks), ("joins before", total.joins)):
+    starts = total.starts if len(total.starts) > 1 else ()
+    for what, nodes in (
+        ("starts in parallel with", starts),
+        ("forks after", total.forks),
+        ("joins before", total.joins),
+    ):
         if nodes:
             yield f"  {what}: " + ", ".join(name_of(graph.nodes[i]) for i in nodes)
     yield from _buffers(graph)

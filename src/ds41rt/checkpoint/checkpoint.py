@@ -159,27 +159,36 @@ class Checkpoint:
             Extent(scales.path, scales.fd, scales_off, self.expert_layout.scales_nbytes),
         )
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        """A routed expert into `out` uint8[expert_layout.nbytes] as [w1|w2|w3|s1|s2|s3], from two places of the files.
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> None:
+        """A routed expert's bytes [w1|w2|w3|s1|s2|s3] from `offset` on into `out`, a contiguous uint8 array.
 
-        Raises `CheckpointError`; its subtype `CheckpointReadError` (also an `OSError`) if trying again may help.
+        They are in two places of the files. Raises `CheckpointError`; its subtype `CheckpointReadError` (also an
+        `OSError`) if trying again may help.
         """
         weights, weights_off, scales, scales_off = self._expert(layer, expert)
         layout = self.expert_layout
-        _require_bytes(out, (layout.nbytes,), "read_expert: out")
+        if not 0 <= offset <= offset + out.size <= layout.nbytes:
+            raise InputError(
+                f"read_expert({layer}, {expert}): {out.size} bytes from {offset} on, an expert has {layout.nbytes}"
+            )
+        _require_bytes(out, (out.size,), "read_expert: out")
+        split = layout.weights_among(offset, out.size)
         read, which = self._expert_reader.read, f"of layer {layer}, expert {expert}"
-        read(weights, weights_off, out[: layout.weights_nbytes], f"weights {which}")
-        read(scales, scales_off, out[layout.weights_nbytes :], f"scales {which}")
-        self.check_expert_scales(layer, expert, out)
+        if split:
+            read(weights, weights_off + offset, out[:split], f"weights {which}")
+        if split < out.size:
+            read(scales, scales_off + offset + split - layout.weights_nbytes, out[split:], f"scales {which}")
+            self.check_expert_scales(layer, expert, out, offset)
 
-    def check_expert_scales(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:
-        """Refuse a NaN scale among the bytes of a whole expert, naming its tensor and index."""
-        scales = data[self.expert_layout.weights_nbytes :]
-        if int(scales.max()) == E8M0_NAN:
-            n = self.expert_layout.scale_nbytes
-            which = int(scales.argmax()) // n
+    def check_expert_scales(self, layer: int, expert: int, data: NDArray[np.uint8], offset: int = 0) -> None:
+        """Refuse a NaN scale among an expert's bytes from `offset` on, naming its tensor and index."""
+        split = self.expert_layout.weights_among(offset, data.size)
+        scales = data[split:]
+        if scales.size and int(scales.max()) == E8M0_NAN:
+            at, layout = int(scales.argmax()), self.expert_layout
+            which, index = divmod(offset + split + at - layout.weights_nbytes, layout.scale_nbytes)
             name = f"{expert_tensor(layer, expert, f'w{which + 1}')}.scale"
-            check_scales(scales[which * n : (which + 1) * n], f"{self.directory}: tensor {name!r}")
+            check_scales(scales[at:], f"{self.directory}: tensor {name!r}", index)
 
     def read_engram_rows(
         self, layer: int, rows: NDArray[np.int64], codes_out: NDArray[np.uint8], scales_out: NDArray[np.uint8]
@@ -250,7 +259,7 @@ class Checkpoint:
         return weights, weights_off, scales, scales_off
 
     def _run(self, layer: int, expert: int, part: str) -> tuple[Shard, int]:
-        """Shard and offset of w1|w2|w3, which must lie side by side: an expert is read with two reads."""
+        """Shard and offset of w1|w2|w3, which must lie side by side: an expert is read as two ranges."""
         w1, w2, w3 = (self._where[f"{expert_tensor(layer, expert, w)}.{part}"] for w in ("w1", "w2", "w3"))
         n = w1[1].nbytes
         if not (w1[0] is w2[0] is w3[0] and w2[1].off == w1[1].off + n and w3[1].off == w2[1].off + n):

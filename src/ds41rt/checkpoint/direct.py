@@ -26,7 +26,9 @@ DirectReads = Literal["auto", "on", "off"]
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: the platform has none
 # Of offset, length and address; the first that a file's own file system accepts is used for it.
 _ALIGNMENTS = (4096, 16384, 65536)
-_BOUNCE_NBYTES = 20 << 20  # the largest part of an expert in one call: many requests are on their way at once
+_BOUNCE_NBYTES = 2 << 20
+# What to ask for at once: one system call, wherever it begins and ends, and no small request behind the large ones.
+PART_NBYTES = _BOUNCE_NBYTES - 2 * _ALIGNMENTS[-1]
 # How the system says that this read cannot be direct, while another way may work. EFAULT: memory that a device driver
 # mapped may be no target of direct reads.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT}

@@ -49,8 +49,9 @@ class FilledSource:
     def read_into(self, name: str, out: NDArray[np.uint8], offset: int = 0) -> None:
         out[:] = self._bytes(self._specs[name])[offset : offset + out.size]
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        out[:] = self._pool[(layer * self.config.n_experts + expert) % len(self._pool)]
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> None:
+        whole = self._pool[(layer * self.config.n_experts + expert) % len(self._pool)]
+        out[:] = whole[offset : offset + out.size]
 
     def read_engram_rows(
         self, layer: int, rows: NDArray[np.int64], codes_out: NDArray[np.uint8], scales_out: NDArray[np.uint8]

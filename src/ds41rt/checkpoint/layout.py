@@ -53,6 +53,10 @@ class ExpertLayout:
     def nbytes(self) -> int:
         return self.weights_nbytes + self.scales_nbytes
 
+    def weights_among(self, offset: int, nbytes: int) -> int:
+        """How many of the `nbytes` from byte `offset` on are weights; the scales come after them."""
+        return min(max(self.weights_nbytes - offset, 0), nbytes)
+
     @property
     def gate_off(self) -> int:
         return 0

@@ -30,8 +30,8 @@ class ModelSource(Protocol):
     def read_into(self, name: str, out: NDArray[np.uint8], offset: int = 0) -> None:
         """Fill `out` with the tensor's bytes from byte `offset` on."""
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        """[w1|w2|w3|s1|s2|s3] of one routed expert into `out` uint8[expert_layout.nbytes]."""
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> None:
+        """Fill `out` with a routed expert's bytes [w1|w2|w3|s1|s2|s3] from byte `offset` on."""
 
     def read_engram_rows(
         self, layer: int, rows: NDArray[np.int64], codes_out: NDArray[np.uint8], scales_out: NDArray[np.uint8]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ds41rt.checkpoint.direct import PART_NBYTES
 from ds41rt.checkpoint.source import ModelSource
 from ds41rt.cu.backend import Event, GpuBackend, Stream
 from ds41rt.errors import CacheError, CheckpointError
@@ -71,8 +72,8 @@ class ExpertFetcher:
         # Slots of reads whose submission was interrupted: nobody has the job.
         self._unknown: list[int] = []
         self._halves: list[_Half] = []
-        self.readers = ReaderPool(self._read_expert, n_threads)
-        self.ahead = Prefetch(cache, pool, self.readers)
+        self.readers = ReaderPool(self._read_expert, n_threads, PART_NBYTES)
+        self.ahead = Prefetch(cache, pool, self.readers, self._unknown)
         try:
             for i in range(2):
                 self._halves.append(_Half(backend.create_event(f"expert staging {i} copied")))
@@ -80,9 +81,9 @@ class ExpertFetcher:
             self.close()
             raise
 
-    def _read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+    def _read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int) -> None:
         """Runs in reader threads."""
-        self._source.read_expert(layer, expert, out)
+        self._source.read_expert(layer, expert, out, offset)
 
     def fetch(self, layer: int, experts: Sequence[int], stream: Stream, *, count: bool) -> int:
         """Make `experts` of `layer` resident; returns how many were missing. Hits are touched, `count` feeds the

@@ -1,4 +1,4 @@
-"""The pinned pool: slots in host memory that readers fill, copies read from and kernels read in place.
+"""The pinned pool: slots in host memory that readers fill, copies and kernels read from.
 
 A slot has no fixed role. One that received an expert becomes a slot of the host tier, and the slot whose expert made
 room is a spare one again. This file says which slots are spare, and when one may be written by the host or by a reader
@@ -29,7 +29,7 @@ class PinnedPool:
 
     def __init__(self, backend: GpuBackend, n_slots: int, slot_nbytes: int, nbytes: int) -> None:
         self._backend = backend
-        self._slot_nbytes = slot_nbytes
+        self.slot_nbytes = slot_nbytes
         self._nbytes = nbytes
         self.n_slots = n_slots
         self.host = backend.alloc_pinned("pinned experts", (n_slots + 1) * slot_nbytes)
@@ -46,11 +46,11 @@ class PinnedPool:
 
     def offset(self, slot: int) -> int:
         """Byte offset of a slot in `host`."""
-        return slot * self._slot_nbytes
+        return slot * self.slot_nbytes
 
     def ptr(self, slot: int) -> int:
         """Device address of a slot."""
-        return self.base + slot * self._slot_nbytes
+        return self.base + slot * self.slot_nbytes
 
     def for_reader(self, slot: int) -> NDArray[np.uint8]:
         """The expert's bytes in a spare slot, for a reader to fill.

@@ -15,7 +15,9 @@ class Prefetch:
     """Counters, in experts: `n_issued` reads begun, of which `n_useful` arrived and were asked for, `n_failed` failed,
     `n_wasted` were not asked for. The three add up to `n_issued` whenever nothing is pending."""
 
-    def __init__(self, cache: ExpertCache, pool: PinnedPool, readers: ReaderPool) -> None:
+    def __init__(self, cache: ExpertCache, pool: PinnedPool, readers: ReaderPool, unknown: list[int]) -> None:
+        """`unknown` gets the slot of a read whose submission was interrupted: its owner drains the readers first."""
+        self._unknown = unknown
         self._cache = cache
         self._pool = pool
         self._readers = readers
@@ -36,8 +38,13 @@ class Prefetch:
                 return
             if not self._cache.slot_of(layer, expert) and (layer, expert) not in self._pending:
                 slot = self._pool.take()
-                job = self._readers.submit(layer, expert, self._pool.for_reader(slot))
-                self._pending[layer, expert] = slot, job
+                try:
+                    job = self._readers.submit(layer, expert, self._pool.for_reader(slot))
+                    self._pending[layer, expert] = slot, job
+                except BaseException:
+                    if (layer, expert) not in self._pending:
+                        self._unknown.append(slot)
+                    raise
                 self.n_issued += 1
 
     def take(self, layer: int, expert: int) -> tuple[int, ReadJob] | None:

@@ -1,5 +1,8 @@
 """Threads that read experts into the caller's memory, so that several reads are in flight while the caller goes on.
 
+An expert is read in parts, each by the next thread that is free: fewer experts than threads keep all of them busy, and
+while one thread copies its part the others have reads on their way.
+
 It sees a read function and byte arrays; it must not know devices, slots or caches, and no thread of it ever calls CUDA.
 
 The standard library's thread pool, `Condition` and all that is built on it are not used: they are Python code, and a
@@ -22,7 +25,7 @@ from ds41rt.errors import EngineClosedError, InputError, UnsupportedError
 from ds41rt.log import Logger
 
 log = Logger("ds41rt.moe")
-Read = Callable[[int, int, NDArray[np.uint8]], None]
+Read = Callable[[int, int, NDArray[np.uint8], int], None]  # layer, expert, memory, the expert's byte that goes first
 Task = Callable[[], None]  # raises nothing
 # Every wait is a series of short ones: a signal that arrives just before a wait begins is seen only after it.
 _SLICE_S = 0.2
@@ -49,14 +52,20 @@ class _Once:
 
 
 class ReadJob:
-    """One expert on its way into memory. Until the job is `done` that memory belongs to it, whoever was interrupted."""
+    """One expert on its way into memory. Until the job is `done` that memory belongs to it, whoever was interrupted.
 
-    __slots__ = ("_end", "_outcome", "expert", "layer")
+    It is done with the last of its parts, also where one before has failed.
+    """
 
-    def __init__(self, layer: int, expert: int) -> None:
+    __slots__ = ("_end", "_n_left", "_nbytes", "_outcome", "expert", "layer")
+
+    def __init__(self, layer: int, expert: int, nbytes: int, n_parts: int) -> None:
         self.layer = layer
         self.expert = expert
         self._end = _Once()
+        # The pool's from here on. `_outcome` is the first failure of a part, and final only at the end.
+        self._nbytes = nbytes
+        self._n_left = n_parts
         self._outcome: BaseException | None = None
 
     @property
@@ -82,24 +91,23 @@ class ReadJob:
         self._end.wait()
         return self._outcome
 
-    def end(self, outcome: BaseException | None) -> None:
-        """For the reader: from here on the memory is the caller's."""
-        self._outcome = outcome
-        self._end.happen()
-
 
 class ReaderPool:
-    """`read(layer, expert, out)` on `n_threads` threads, first come first served; 0: in the thread that submits.
+    """`read(layer, expert, out, offset)` on `n_threads` threads, first come first served; 0: in the caller's thread.
 
-    A read that fails with an `OSError` is tried once more. One thread at a time may use the pool. It is closed when the
-    interpreter exits.
+    `out` is at most `part_nbytes` of the expert, from its byte `offset` on. A part whose read fails with an `OSError`
+    is tried once more. One thread at a time may use the pool. It is closed when the interpreter exits.
+
+    `nbytes_read` counts experts that arrived whole, `reads_retried` second tries.
     """
 
-    def __init__(self, read: Read, n_threads: int) -> None:
+    def __init__(self, read: Read, n_threads: int, part_nbytes: int) -> None:
         """Start all threads; `UnsupportedError` if the system does not allow that many, none is left then."""
-        if n_threads < 0:
-            raise InputError(f"n_threads {n_threads} must be 0 or more")
+        for name, value, least in (("n_threads", n_threads, 0), ("part_nbytes", part_nbytes, 1)):
+            if value < least:
+                raise InputError(f"{name} {value} must be {least} or more")
         self._read = read
+        self._part_nbytes = part_nbytes
         self._pid = os.getpid()
         self._closed = False
         self._dismissed = False
@@ -134,11 +142,17 @@ class ReaderPool:
             raise UnsupportedError(f"process {os.getpid()} is a forked child without reader threads; use spawn")
         if self._closed:
             raise EngineClosedError("the expert readers are closed")
-        job = ReadJob(layer, expert)
-        if self._threads:
-            self._queue.put(partial(self._run, job, out))
-        else:
-            self._run(job, out)
+        size = self._part_nbytes
+        offsets = range(0, max(out.nbytes, 1), size)  # one part at least, or the job would never end
+        job = ReadJob(layer, expert, out.nbytes, len(offsets))
+        # An interrupt in here loses the job, and maybe parts that it counts on: `drain` ends those that were submitted.
+        for offset in offsets:
+            part = partial(self._run, job, out[offset : offset + size], offset)
+            if self._threads:
+                self._queue.put(part)
+            else:
+                part()
+        if not self._threads:
             self.wait((job,))
         return job
 
@@ -184,30 +198,42 @@ class ReaderPool:
             while thread.is_alive():
                 thread.join(_SLICE_S)
 
-    def _run(self, job: ReadJob, out: NDArray[np.uint8]) -> None:
-        """Runs in a reader thread."""
+    def _run(self, job: ReadJob, out: NDArray[np.uint8], offset: int) -> None:
+        """One part; runs in a reader thread. Once a part has failed, nobody needs the others."""
         try:
             if self._closed:
                 raise EngineClosedError(f"layer {job.layer}, expert {job.expert} was not read: the readers are closed")
-            self._read_twice(job.layer, job.expert, out)
-        except BaseException as e:  # noqa: BLE001  # whatever it is: the job ends, and who waits for it gets it
-            job.end(e)
+            if job._outcome is None:
+                self._read_twice(job.layer, job.expert, out, offset)
+        except BaseException as e:  # noqa: BLE001  # whatever it is: the part ends, and who waits for the job gets it
+            self._end_part(job, e)
         else:
-            job.end(None)
+            self._end_part(job, None)
         finally:
             del job, out  # an error holds this frame, which must not hold the job in turn
 
-    def _read_twice(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+    def _end_part(self, job: ReadJob, error: BaseException | None) -> None:
+        """The first failure is the job's. What is no `Exception`, Ctrl-C for one, must not be lost behind it."""
+        ends_more = error is not None and not isinstance(error, Exception)
+        with self._count_lock:
+            if job._outcome is None or ends_more:
+                job._outcome = error
+            job._n_left -= 1
+            last = job._n_left == 0
+            if last and job._outcome is None:
+                self.nbytes_read += job._nbytes
+        if last:
+            job._end.happen()  # from here on the memory is the caller's
+
+    def _read_twice(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int) -> None:
         """A `CheckpointError` that is no `OSError` blames the content: no second try."""
         try:
-            self._read(layer, expert, out)
+            self._read(layer, expert, out, offset)
         except OSError as e:
-            log.warning("expert read failed, trying again", layer=layer, expert=expert, why=str(e))
+            log.warning("expert read failed, trying again", layer=layer, expert=expert, offset=offset, why=str(e))
             with self._count_lock:
                 self.reads_retried += 1
-            self._read(layer, expert, out)
-        with self._count_lock:
-            self.nbytes_read += out.nbytes
+            self._read(layer, expert, out, offset)
 
 
 def _work(queue: "SimpleQueue[Task | None]") -> None:

@@ -12,9 +12,10 @@ from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend
 from ds41rt.cu.kernel import KernelLaunch, KernelSpec
 from ds41rt.engram.rows import EngramUpload
-from ds41rt.kernels import attention, compressor, experts, hc, head, indexer, linear, projection, router
+from ds41rt.kernels import attention, compressor, experts, gather, hc, head, indexer, linear, projection, router
 from ds41rt.kernels import engram as engram_kernels
 from ds41rt.moe.arena import ExpertArena
+from ds41rt.moe.gather import GatherBuffers
 from ds41rt.moe.guess import GuessBuffers
 from ds41rt.moe.slots import SlotTable
 from ds41rt.step.buffers import StepBuffers
@@ -41,7 +42,7 @@ class LayerLaunches:
     router: KernelLaunch
     route_select: KernelLaunch
     guess: Launches  # the layer's router and selection on what the layer before gives its own; () without prefetch
-    experts: Launches
+    experts: Launches  # with a host tier the gathering of its picks goes first
     combine: KernelLaunch
     final: Launches  # last layer: the collapse for the head
 
@@ -59,6 +60,7 @@ class LaunchBuilder:
         engram: EngramUpload | None,
         arena: ExpertArena,
         table: SlotTable,
+        gathered: GatherBuffers | None,
         guess: GuessBuffers | None,
         max_context: int,
     ) -> None:
@@ -71,6 +73,7 @@ class LaunchBuilder:
         self._engram = engram
         self._arena = arena
         self._table = table
+        self._gathered = gathered
         self._guess_buffers = guess
         self._max_context = max_context
 
@@ -329,20 +332,34 @@ class LaunchBuilder:
         }  # fmt: skip
 
     def _experts(self, layer: int) -> Launches:
-        cfg, buf, lay = self._cfg, self._buf, self._arena.layout
+        cfg, buf, lay, gathered = self._cfg, self._buf, self._arena.layout, self._gathered
+        ptrs_dev = buf.ptrs_dev if gathered is None else gathered.ptrs_dev
         gate_up = {
-            "normed": buf.normed, "ptrs_dev": buf.ptrs_dev, "weight_dev": buf.weight_dev, "t": buf.expert_t,
+            "normed": buf.normed, "ptrs_dev": ptrs_dev, "weight_dev": buf.weight_dev, "t": buf.expert_t,
             "dim": cfg.dim, "inter": cfg.inter_dim, "top_k": cfg.top_k, "gate_scale_disp": lay.gate_scale_disp,
             "up_scale_disp": lay.up_scale_disp, "limit": cfg.swiglu_limit,
         }  # fmt: skip
         down = {
-            "t": buf.expert_t, "ptrs_dev": buf.ptrs_dev, "out": buf.expert_out, "dim": cfg.dim, "inter": cfg.inter_dim,
+            "t": buf.expert_t, "ptrs_dev": ptrs_dev, "out": buf.expert_out, "dim": cfg.dim, "inter": cfg.inter_dim,
             "top_k": cfg.top_k, "down_scale_disp": lay.down_scale_disp,
         }  # fmt: skip
         return (
+            *self._gather(layer),
             self._prepare(layer, "expert_gate_up", experts.EXPERT_GATE_UP, gate_up),
             self._prepare(layer, "expert_down", experts.EXPERT_DOWN, down),
         )
+
+    def _gather(self, layer: int) -> Launches:
+        gathered = self._gathered
+        if gathered is None:
+            return ()
+        lay = self._arena.layout
+        args = {
+            "ptrs_dev": self._buf.ptrs_dev, "gathered_ptrs": gathered.ptrs_dev, "top_k": self._cfg.top_k,
+            "pool_base": gathered.pool_base, "pool_nbytes": gathered.pool_nbytes, "gathered": gathered.slots,
+            "slot_nbytes": gathered.slot_nbytes, "expert_nbytes": lay.nbytes, "gate_off": lay.gate_off,
+        }  # fmt: skip
+        return (self._prepare(layer, "expert_gather", gather.EXPERT_GATHER, args),)
 
     def _combine(self, layer: int) -> KernelLaunch:
         cfg, buf = self._cfg, self._buf

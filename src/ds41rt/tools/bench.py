@@ -18,12 +18,13 @@ import numpy as np
 
 from ds41rt import __version__
 from ds41rt.attn.sequence import SequenceBuffers
+from ds41rt.capture.text import size
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.synth_presets import PRESETS, RELEASED, first_layers
 from ds41rt.config import ModelConfig
 from ds41rt.cu.backend import GpuBackend, open_backend
 from ds41rt.cu.kernel import KernelLaunch, launch_nbytes
-from ds41rt.engine import DecodeSequence, Engine
+from ds41rt.engine import DecodeSequence, Engine, configured_backend
 from ds41rt.errors import InputError
 from ds41rt.kernels.probe import READ_SUM
 from ds41rt.settings import Settings
@@ -182,7 +183,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"is {context}"
         )
     with ExitStack() as stack:
-        raw, why = open_backend(args.backend or "auto", schedule=args.schedule)
+        raw, why = open_backend(configured_backend(args.backend), schedule=args.schedule)
         stack.callback(raw.close)
         refuse_released_on_host(raw, why, args.preset)
         result: dict[str, Any] = {"version": __version__, "backend": raw.name, "why": why, "device": raw.device_name}
@@ -256,9 +257,9 @@ def bench(args: argparse.Namespace) -> int:
         f"a step-graph token: {calls['launch_graph']:.0f} graph launches, {calls['launch']:.0f} kernel launches, "
         f"{calls['copy_d2h']:.0f} read-backs; {result['nodes_per_layer']:.1f} nodes a layer"
     )
-    print(f"{'stage':<16}{'nodes':>6}{'us':>10}{'us each':>9}{'MB each':>9}{'TB/s':>7}")
+    print(f"{'stage':<16}{'nodes':>6}{'us':>10}{'us each':>9}{'size each':>11}{'TB/s':>7}")
     for name, s in result["stages"].items():
         n = s["nodes"]
         rate = s["nbytes"] / (s["us"] * 1e6)
-        print(f"{name:<16}{n:>6}{s['us']:>10.1f}{s['us'] / n:>9.2f}{s['nbytes'] / n / 1e6:>9.2f}{rate:>7.2f}")
+        print(f"{name:<16}{n:>6}{s['us']:>10.1f}{s['us'] / n:>9.2f}{size(s['nbytes'] // n):>11}{rate:>7.2f}")
     return 0

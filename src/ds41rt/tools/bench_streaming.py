@@ -1,6 +1,6 @@
 """`ds41rt bench-streaming`: what a miss costs in each tier, against what the link and the disk give in the same run.
 
-Three figures, with their conditions: an expert read in place from pinned host memory, against its bytes over the
+Three figures, with their conditions: an expert that the step reads from pinned host memory, against its bytes over the
 measured copy rate of the link; concurrent reads from files, against plain large reads of the same file; and the host's
 time for a token's worth of cache touches. The model is made up and has the released shapes.
 """
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt import __version__
+from ds41rt.capture.text import size
 from ds41rt.checkpoint.direct import DirectReader
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.safetensors import Shard
 from ds41rt.cu.backend import GpuBackend, open_backend
-from ds41rt.engine import Engine, Stats
+from ds41rt.engine import Engine, Stats, configured_backend
 from ds41rt.errors import InputError
 from ds41rt.kernels.probe import READ_SUM
 from ds41rt.moe.cache import ExpertCache
@@ -36,6 +38,9 @@ _WARM_UP = 6
 _LINK_NBYTES = 256 << 20
 _CHUNK_NBYTES = 1 << 20
 _READ_NBYTES = 16 << 20
+_TURN_LAYERS = 5
+_DEFAULT_THREADS, _DEFAULT_DISK_GB = 8, 4.0
+_GAP_NBYTES = 1543  # between experts of the file, which begin at offsets that no sector knows
 # The cache of the touches: the released model's experts, and as many slots as 125 GB hold.
 _TOUCH_LAYERS, _TOUCH_EXPERTS, _TOUCH_SLOTS, _TOUCH_TOP_K = 40, 384, 6600, 6
 
@@ -45,15 +50,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     layers = min(8, shapes_of(args.preset, None).n_layers) if args.layers is None else args.layers
     cfg = shapes_of(args.preset, layers)
     per_layer = min(16, cfg.n_experts) if args.experts_per_layer is None else args.experts_per_layer
-    for name, value in (("--tokens", args.tokens), ("--threads", args.threads)):
+    threads, disk_gb = _DEFAULT_THREADS if args.threads is None else args.threads, args.disk_gb
+    if args.disk is None and (args.threads is not None or disk_gb is not None):
+        raise InputError("--threads and --disk-gb say how a file is read that --disk DIR makes: give that too")
+    for name, value in (("--tokens", args.tokens), ("--threads", threads)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, is {value}")
-    if not args.disk_gb > 0:
-        raise InputError(f"--disk-gb must be above 0, is {args.disk_gb}")
+    if disk_gb is None:
+        disk_gb = _DEFAULT_DISK_GB
+    if not disk_gb > 0:
+        raise InputError(f"--disk-gb must be above 0, is {disk_gb}")
     if not cfg.top_k <= per_layer <= cfg.n_experts:
         raise InputError(f"--experts-per-layer must be in {cfg.top_k}..{cfg.n_experts}, is {per_layer}")
     with ExitStack() as stack:
-        backend, why = open_backend(args.backend or "auto", schedule=args.schedule)
+        backend, why = open_backend(configured_backend(args.backend), schedule=args.schedule)
         stack.callback(backend.close)
         refuse_released_on_host(backend, why, args.preset)
         result: dict[str, Any] = {
@@ -65,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "layers": layers,
                 "experts_per_layer": per_layer,
                 "tokens": args.tokens,
-                "threads": args.threads,
+                "threads": threads,
             },
             "touches_us": touches_us(args.tokens),
             "link": link_rates(backend),
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         source = FilledSource(cfg, experts_per_layer=per_layer)  # one for all: making the weights takes longest
         result["host_tier"] = host_tier(backend, source, per_layer, args.tokens, result["link"]["copy_gb_per_s"])
         if args.disk is not None:
-            result["file_tier"] = file_tier(backend, source, args.disk, args.disk_gb, args.threads)
+            result["file_tier"] = file_tier(backend, source, args.disk, disk_gb, threads)
     return result
 
 
@@ -193,26 +203,34 @@ class _InOneFile:
         self._shard = shard
         self._offsets = offsets
 
-    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        off = self._offsets[layer * self._source.config.n_experts + expert]
-        split = self._source.expert_layout.weights_nbytes
-        self._reader.read(self._shard, off, out[:split], f"weights of expert {expert}")
-        self._reader.read(self._shard, off + split, out[split:], f"scales of expert {expert}")
+    def read_expert(self, layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> None:
+        """As from a checkpoint: what lies on both sides of the border takes two reads."""
+        off = self._offsets[layer * self._source.config.n_experts + expert] + offset
+        split = self._source.expert_layout.weights_among(offset, out.size)
+        if split:
+            self._reader.read(self._shard, off, out[:split], f"weights of expert {expert}")
+        if split < out.size:
+            self._reader.read(self._shard, off + split, out[split:], f"scales of expert {expert}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
 
 def file_tier(backend: GpuBackend, source: FilledSource, folder: Path, gb: float, threads: int) -> dict[str, Any]:
-    """GB/s of misses, one layer's six at a time through staging to the device, and of plain reads of the same file."""
+    """GB/s of misses, one layer's six at a time through staging to the device, and of plain reads of the same file.
+
+    Both read the whole file once, in turns of some layers' experts: the rate of a disk changes from second to second.
+    """
     cfg, nbytes = source.config, source.expert_layout.nbytes
-    n = min(cfg.n_experts, int(gb * 1e9 / nbytes)) // cfg.top_k * cfg.top_k
+    n = min(cfg.n_experts, int(gb * 1e9 / nbytes))
     if n < cfg.top_k:
         raise InputError(f"--disk-gb {gb} is less than {cfg.top_k} experts of {nbytes} bytes")
+    turn = min(_TURN_LAYERS, n // cfg.top_k) * cfg.top_k
+    n = n // turn * turn
     path = folder / f"ds41rt-bench-{os.getpid()}.bin"
     with ExitStack() as stack:
         offsets = _write_experts(path, n, nbytes, stack)
-        plain = _plain_gb_per_s(path, threads)
+        plain = _PlainReads(path, threads, stack)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         shard = Shard(path, fd, path.stat().st_size, {})
         stack.callback(shard.close)
@@ -220,15 +238,21 @@ def file_tier(backend: GpuBackend, source: FilledSource, folder: Path, gb: float
         stack.callback(reader.close)
         in_file: Any = _InOneFile(source, reader, shard, offsets)
         settings = Settings(max_context=min(256, cfg.max_positions), reader_threads=threads)
+        times, plain_seconds, plain_nbytes = [], 0.0, 0
         with Engine(in_file, settings, backend=backend, expert_slots=n, host_slots=0) as engine:
-            times = []
-            for at in range(0, n, cfg.top_k):
-                start = time.perf_counter()
-                engine.preload(0, range(at, at + cfg.top_k))
-                times.append(time.perf_counter() - start)
+            for which, first in product((0, 1), range(0, n, turn)):
+                if (first // turn + which) % 2:
+                    for at in range(first, first + turn, cfg.top_k):
+                        start = time.perf_counter()
+                        engine.preload(0, range(at, at + cfg.top_k))
+                        times.append(time.perf_counter() - start)
+                else:
+                    start = time.perf_counter()
+                    plain_nbytes += plain.read(offsets[first], offsets[first] + turn * (nbytes + _GAP_NBYTES))
+                    plain_seconds += time.perf_counter() - start
             read = engine.stats().expert_nbytes_read
         direct = reader.is_direct(shard)
-    rate = read / sum(times) / 1e9
+    rate, plain_rate = read / sum(times) / 1e9, plain_nbytes / plain_seconds / 1e9
     return {
         "experts": n,
         "direct": direct,
@@ -236,14 +260,14 @@ def file_tier(backend: GpuBackend, source: FilledSource, folder: Path, gb: float
         "at_a_time": cfg.top_k,
         "ms_per_layer": 1e3 * median(times),
         "gb_per_s": rate,
-        "plain_gb_per_s": plain,
-        "share": rate / plain,
+        "plain_gb_per_s": plain_rate,
+        "share": rate / plain_rate,
     }
 
 
 def _write_experts(path: Path, n: int, nbytes: int, stack: ExitStack) -> list[int]:
     """Random bytes for `n` experts, removed when `stack` closes; their offsets."""
-    block = np.random.default_rng(0).integers(0, 256, nbytes + 1543, np.uint8)
+    block = np.random.default_rng(0).integers(0, 256, nbytes + _GAP_NBYTES, np.uint8)
     offsets = []
     try:
         file = path.open("xb")
@@ -252,7 +276,7 @@ def _write_experts(path: Path, n: int, nbytes: int, stack: ExitStack) -> list[in
     stack.callback(path.unlink)
     with file:
         for _ in range(n):
-            offsets.append(file.tell() + 1543)
+            offsets.append(file.tell() + _GAP_NBYTES)
             file.write(block.data)
         file.flush()
         os.fsync(file.fileno())
@@ -261,28 +285,29 @@ def _write_experts(path: Path, n: int, nbytes: int, stack: ExitStack) -> list[in
     return offsets
 
 
-def _plain_gb_per_s(path: Path, threads: int) -> float:
+class _PlainReads:
     """Aligned reads of 16 MiB, one after another per thread, past the page cache where that is possible."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        fd = os.open(path, flags)
-    size = path.stat().st_size
-    n_blocks = -(-size // _READ_NBYTES)
 
-    def read(which: int) -> None:
-        with mmap.mmap(-1, _READ_NBYTES) as memory:
-            for block in range(which, n_blocks, threads):
-                os.preadv(fd, [memory], block * _READ_NBYTES)
+    def __init__(self, path: Path, threads: int, stack: ExitStack) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        except OSError:
+            self._fd = os.open(path, flags)
+        stack.callback(os.close, self._fd)
+        self._memory = [mmap.mmap(-1, _READ_NBYTES) for _ in range(threads)]
+        self._pool = stack.enter_context(ThreadPoolExecutor(threads))
 
-    try:
-        start = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read, range(threads)))
-        return size / (time.perf_counter() - start) / 1e9
-    finally:
-        os.close(fd)
+    def read(self, begin: int, end: int) -> int:
+        """Everything from `begin` to `end`, or to the end of the file; the first and the last block whole."""
+        blocks = range(begin // _READ_NBYTES, -(-end // _READ_NBYTES))
+
+        def share(which: int) -> int:
+            memory = self._memory[which]
+            mine = blocks[which :: len(self._memory)]
+            return sum(os.preadv(self._fd, [memory], block * _READ_NBYTES) for block in mine)
+
+        return sum(self._pool.map(share, range(len(self._memory))))
 
 
 def bench_streaming(args: argparse.Namespace) -> int:
@@ -305,7 +330,7 @@ def bench_streaming(args: argparse.Namespace) -> int:
     )
     print(
         f"host tier: {host['us_per_hit']:.0f} us a hit = {host['times_link']:.2f} x its "
-        f"{host['expert_nbytes'] / 1e6:.1f} MB over the link ({host['link_us_per_expert']:.0f} us); "
+        f"{size(host['expert_nbytes'])} over the link ({host['link_us_per_expert']:.0f} us); "
         f"token {host['host_us']:.0f} us with "
         f"{host['hits_per_token']} hits there, {host['resident_us']:.0f} us all on the device; "
         f"{host['falls']} falls, {host['misses']} misses"

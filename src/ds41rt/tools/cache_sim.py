@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
 
+from ds41rt.capture.text import size
 from ds41rt.checkpoint.layout import ExpertLayout
 from ds41rt.checkpoint.synth_presets import RELEASED
 from ds41rt.config import ModelConfig
@@ -106,7 +107,7 @@ class Row:
 
 
 def _numbers(text: str, option: str, whole: bool) -> list[float]:
-    """A list like 3000,5000; ascending, without repeats."""
+    """A list like 3000,5000 or, not `whole`, 60,90.5; ascending, without repeats."""
     found = set()
     for piece in text.split(","):
         try:
@@ -114,20 +115,20 @@ def _numbers(text: str, option: str, whole: bool) -> list[float]:
         except ValueError:
             value = -1
         if not 0 <= value <= 1e9:
-            kind = "whole numbers" if whole else "numbers"
-            raise InputError(f"{option}: {piece!r} is not understood; give {kind} from 0, for example 3000,5000")
+            wanted = "whole numbers from 0, for example 3000,5000" if whole else "GiB from 0, for example 60,90.5"
+            raise InputError(f"{option} {text!r}: {piece!r} is not understood; give {wanted}")
         found.add(value)
     return sorted(found)
 
 
-def _slots(args: argparse.Namespace, tier: str, size: int, n_reserved: int) -> list[int]:
+def _slots(args: argparse.Namespace, tier: str, one_nbytes: int, n_reserved: int) -> list[int]:
     """The slots that --TIER-slots or --TIER-gib asks for; a budget in GiB is cut as the engine cuts it."""
     slots: str | None = getattr(args, f"{tier}_slots")
     gib: str | None = getattr(args, f"{tier}_gib")
     if slots is not None:
         return [int(n) for n in _numbers(slots, f"--{tier}-slots", True)]
     if gib is not None:
-        return [max(0, int(x * 2**30) // size - n_reserved) for x in _numbers(gib, f"--{tier}-gib", False)]
+        return [max(0, int(x * 2**30) // one_nbytes - n_reserved) for x in _numbers(gib, f"--{tier}-gib", False)]
     return [0]
 
 
@@ -147,6 +148,8 @@ def _trace_of(args: argparse.Namespace) -> tuple[RouteTrace, str]:
                 raise InputError(f"--{option} goes with --synthetic; a recorded trace has its own tokens")
         return load_route_trace(args.trace), str(args.trace)
     n_tokens = 3000 if args.tokens is None else args.tokens
+    if n_tokens < 1:
+        raise InputError(f"--tokens {n_tokens}: give at least 1")
     seed = 0 if args.seed is None else args.seed
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed {seed}: give a number from 0")
@@ -298,7 +301,7 @@ def cache_sim(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{name}: {trace.n_tokens} tokens, the first {warm} not counted; {facts.n_layers} layers x {facts.n_experts} "
-        f"experts of {facts.expert_nbytes / 1e6:.1f} MB, top {facts.top_k}"
+        f"experts of {size(facts.expert_nbytes)}, top {facts.top_k}"
     )
     print(f"{table(rows, facts)}\n\n{FORMULA}")
     print(

@@ -23,6 +23,7 @@ from ds41rt.errors import InputError
 from ds41rt.tools.engine_dump import dump_checkpoint, only_segment
 from ds41rt.tools.output import output_file
 
+_DEFAULT_TOKENS = 4
 _FORMATS: dict[str, Callable[[Dump, Sequence[Finding]], str]] = {
     ".json": lambda dump, _: dump.to_json(),
     ".html": render_html,
@@ -75,12 +76,23 @@ def _diff(args: argparse.Namespace) -> int:
 def _dump(args: argparse.Namespace, *, again: bool) -> tuple[Dump, Dump | None]:
     """The dump that the arguments mean, and one of a later token if there is one."""
     if args.dump is not None:
+        for name in ("tokens", "backend", "schedule"):
+            if getattr(args, name) is not None:
+                raise InputError(f"--{name} is for capturing a checkpoint; with --dump nothing is, leave it out")
         later = args.later if again else None
-        return only_segment(load_dump(args.dump), args.segment), None if later is None else load_dump(later)
+        return _loaded(args.dump, args.segment), None if later is None else _loaded(later, args.segment)
     dump, later = dump_checkpoint(
-        args.checkpoint, tokens=args.tokens, backend=args.backend, schedule=args.schedule, again=again
+        args.checkpoint,
+        tokens=_DEFAULT_TOKENS if args.tokens is None else args.tokens,
+        backend=args.backend,
+        schedule=args.schedule or "lazy",
+        again=again,
     )
-    return only_segment(dump, args.segment), later
+    return only_segment(dump, args.segment), None if later is None else only_segment(later, args.segment)
+
+
+def _loaded(path: Path, segment: int | None) -> Dump:
+    return only_segment(load_dump(path), segment, str(path))
 
 
 def _check_out(out: Path | None) -> None:

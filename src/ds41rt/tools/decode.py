@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ds41rt.capture.text import size
 from ds41rt.checkpoint.token_map import load_tokenizer
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.errors import ContextFullError, InputError
@@ -160,12 +161,12 @@ def counters(stats: Stats) -> str:
     text = (
         f"  graphs: {stats.captures} captured, {stats.replays} replays, {stats.clean_replays} clean, falls: {falls}\n"
         f"  experts: {demand} picks, {rate:.1f} % hits, {stats.misses} misses, {stats.expert_slots} slots, "
-        f"{stats.expert_nbytes_read / 1e6:.1f} MB read"
+        f"{size(stats.expert_nbytes_read)} read"
     )
     if stats.host_slots:
         text += (
             f"\n  host tier: {stats.host_hits} of the hits, {stats.host_slots} slots, {stats.promotions} promotions, "
-            f"{stats.demotions} demotions, {stats.expert_nbytes_moved / 1e6:.1f} MB moved"
+            f"{stats.demotions} demotions, {size(stats.expert_nbytes_moved)} moved"
         )
     if stats.prefetch_issued:
         text += (

@@ -18,8 +18,9 @@ from ds41rt import __version__
 from ds41rt.cu.backend import open_backend, optional_calls, probe_gpu
 from ds41rt.cu.probe import GpuState, Probe
 from ds41rt.cu.ptx import choose, cuda_version, entry_name, load_manifest
-from ds41rt.errors import Ds41Error, UnsupportedError
+from ds41rt.errors import ConfigError, Ds41Error, UnsupportedError
 from ds41rt.kernels.registry import SPECS
+from ds41rt.settings import Settings
 from ds41rt.tools.doctor_captures import Finding, examine_captures
 
 PINNED_NBYTES = 64 << 20
@@ -38,7 +39,8 @@ _NEXT_STEPS = {
 @dataclass
 class Report:
     """What was found. `problems` keep the GPU from being used, `warnings` do not; each is (what, what to do).
-    `captures` is what bears on captures, harmful or not."""
+    `refused` are variables that no engine takes, on whatever backend; they are among the problems. `captures` is what
+    bears on captures, harmful or not."""
 
     versions: dict[str, str]
     platform: dict[str, Any]
@@ -47,6 +49,7 @@ class Report:
     devices: list[dict[str, Any]] = field(default_factory=list)
     ptx: dict[str, Any] = field(default_factory=dict)
     pinned: dict[str, Any] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     captures: list[Finding] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[tuple[str, str]] = field(default_factory=list)
@@ -74,6 +77,7 @@ def examine(env: Mapping[str, str]) -> Report:
     if sys.platform != "linux" or sys.byteorder != "little":
         what = f"a GPU is supported on little-endian Linux, this is {platform.system()} ({sys.byteorder}-endian)"
         report.problems.append((what, "use --backend host here, or a Linux machine"))
+    _settings(report, env)
     _default_stream(report, env.get(DEFAULT_STREAM_SWITCH))
     found = _probe(report)
     calls = optional_calls() if found.state is GpuState.READY else None
@@ -88,6 +92,16 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _settings(report: Report, env: Mapping[str, str]) -> None:
+    """Each variable by itself, so that all of them are named, not the first alone."""
+    for variable in sorted(env):
+        try:
+            Settings.from_env({variable: env[variable]})
+        except ConfigError as e:
+            report.refused.append(variable)
+            report.problems.append((str(e), f"correct {variable} or unset it: no engine opens until then"))
 
 
 def _default_stream(report: Report, value: str | None) -> None:
@@ -209,7 +223,10 @@ def _print(report: Report) -> None:
     for kind, found in (("problem", report.problems), ("warning", report.warnings)):
         for what, step in found:
             print(f"{kind}: {what}\n  next: {step}")
-    print("a GPU cannot be used; --backend host works" if report.problems else "a GPU can be used")
+    if report.refused:
+        print(f"no engine opens on any backend, because of {', '.join(report.refused)}")
+    else:
+        print("a GPU cannot be used; --backend host works" if report.problems else "a GPU can be used")
 
 
 def doctor(args: argparse.Namespace) -> int:

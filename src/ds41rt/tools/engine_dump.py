@@ -31,7 +31,10 @@ def dump_checkpoint(
     an engine raises.
     """
     if tokens < _MIN_TOKENS:
-        raise InputError(f"--tokens must be at least {_MIN_TOKENS}, is {tokens}: the second token is captured")
+        raise InputError(
+            f"--tokens must be at least {_MIN_TOKENS}, is {tokens}: the first token runs eagerly, the second is "
+            "captured, the third replays"
+        )
     with (
         Engine.open(path, mode="step-graph", backend=backend, schedule=schedule, capture_watch=True) as engine,
         engine.new_sequence() as seq,
@@ -82,14 +85,14 @@ def dump_engine(engine: Engine, sequences: Iterable[DecodeSequence] = (), *, tit
     return make_dump(title, graphs, names, engine.backend.name, device=device, unavailable=infos.values())
 
 
-def only_segment(dump: Dump, owner: int | None) -> Dump:
+def only_segment(dump: Dump, owner: int | None, where: str = "the dump") -> Dump:
     """The dump with one graph, "segment `owner`"; all of it for None. Raises `InputError` naming those there are."""
     if owner is None:
         return dump
     graphs: tuple[Graph, ...] = tuple(graph for graph in dump.graphs if graph.name == f"segment {owner}")
     if not graphs:
         names = ", ".join(graph.name for graph in dump.graphs) or "none"
-        raise InputError(f"--segment {owner}: there is no such segment; the dump has {names}")
+        raise InputError(f"--segment {owner}: there is no such segment; {where} has {names}")
     return dump.model_copy(update={"graphs": graphs})
 
 

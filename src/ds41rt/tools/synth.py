@@ -3,6 +3,7 @@
 import argparse
 import json
 
+from ds41rt.capture.text import size
 from ds41rt.checkpoint.synth import synthesize
 
 
@@ -12,5 +13,5 @@ def synth(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"dir": str(args.dir), "preset": args.preset, "seed": args.seed, "nbytes": nbytes}))
     else:
-        print(f"{args.dir}: preset {args.preset}, seed {args.seed}, {nbytes / 1e6:.1f} MB")
+        print(f"{args.dir}: preset {args.preset}, seed {args.seed}, {size(nbytes)}")
     return 0

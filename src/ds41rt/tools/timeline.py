@@ -19,7 +19,8 @@ from ds41rt.tools.timeline_record import Recorder
 
 
 def summary(token: Token) -> dict[str, Any]:
-    """One token as a row of the table. Launches, read-backs and waits are calls; work that was recorded is none."""
+    """One token as a row of the table. Launches, read-backs, waits and expert reads are calls; work that was recorded
+    is none. A large expert takes several reads."""
     return {
         "position": token.position,
         "token": token.token,

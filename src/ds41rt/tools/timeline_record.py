@@ -38,7 +38,7 @@ class Recorder:
         self._hook(bodies, "ffn_eager", "layer", lambda idx, *_: f"{self._why(idx)} ffn half of layer {idx}")
         self._hook(bodies, "load_engram", "engram", lambda *_: "engram rows")
         self._hook(engine._fetcher, "fetch", "fetch", lambda layer, *_, **__: f"fetch for layer {layer}")
-        self._hook(engine._source, "read_expert", "read", lambda layer, expert, _: f"read expert {layer}.{expert}")
+        self._hook(engine._source, "read_expert", "read", _read_name)
 
     def step(self, seq: DecodeSequence, token: int) -> NDArray[np.float32]:
         """`Engine.decode_step`, recorded. Raises what it raises; such a token is not kept."""
@@ -110,6 +110,10 @@ class Recorder:
     def _why(self, idx: int) -> str:
         seg = self._engine.machine.seg
         return "rerun" if seg.segment_mode and not seg.disabled and idx < seg.eager_until else "eager"
+
+
+def _read_name(layer: int, expert: int, out: NDArray[np.uint8], offset: int = 0) -> str:
+    return f"read expert {layer}.{expert}, {out.size} bytes from {offset} on"
 
 
 def _outcome(fall: Any) -> dict[str, Any]:

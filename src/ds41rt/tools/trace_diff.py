@@ -20,7 +20,10 @@ from ds41rt.trace.compare import Check, Difference, Values, first_difference, ro
 from ds41rt.trace.file import PARTS, Trace, load_trace, selection_name
 from ds41rt.trace.record import TraceRecorder
 
-_RUN_OPTIONS = ("prompt_ids", "prompt_ids_file", "prompt", "max_new", "modes", "expert_slots", "max_context", "backend")
+_RUN_OPTIONS = (
+    *("prompt_ids", "prompt_ids_file", "prompt", "max_new", "modes", "expert_slots", "max_context"),
+    *("backend", "schedule"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ def compare_runs(args: argparse.Namespace, checkpoint: Path) -> Outcome:
             engine = Engine.open(
                 checkpoint,
                 mode=mode,
-                schedule=args.schedule,
+                schedule=args.schedule or "lazy",
                 expert_slots=n_slots,
                 progress=bar,
                 backend=args.backend,

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ds41rt.checkpoint.npz_file import load_npz
 from ds41rt.config import ModelConfig
 from ds41rt.errors import ConfigError, InputError
+from ds41rt.moe.route_trace import SCHEMA as ROUTES
 
 VERSION = 2
 Arrays = dict[str, NDArray[Any]]
@@ -128,6 +129,11 @@ def layout(cfg: ModelConfig, n: int) -> dict[str, tuple[np.dtype[Any], tuple[int
 def load_trace(path: Path) -> Trace:
     """A trace from its file. Raises `InputError` for anything else, another version, or arrays that do not fit."""
     arrays = load_npz(path, "a trace of `ds41rt decode --trace-out`")
+    if str(arrays.get("schema")) == ROUTES:
+        raise InputError(
+            f"{path}: is a route trace, as decode --route-trace-out writes it, for ds41rt cache-sim --trace; to "
+            "compare runs make a trace with decode --trace-out"
+        )
     if "expert_ids" not in arrays:
         raise InputError(f"{path}: is not a trace: it has no array 'expert_ids'; make one with decode --trace-out")
     if "version" not in arrays:

@@ -116,7 +116,10 @@ def _details(failure: Failure) -> list[str]:
     lines = ["details:"]
     if failure.code is not None:
         lines.append(f"  driver function {failure.call or 'not told'}, code {failure.code} {failure.code_name}")
-    lines.append(f"  the capture was {failure.before} before and {failure.after} after")
+    if failure.before == failure.after == "NONE":
+        lines.append("  no capture was open there")
+    else:
+        lines.append(f"  the capture was {failure.before} before and {failure.after} after")
     if failure.label is not None:
         lines.append(f"  nearest captured work: {failure.label}")
     lines += [f"  {line}" for line in failure.what.splitlines()[1:] if line.strip()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ds41rt.capture.explain.answer import Explanation, Failure, Related, Site
 from ds41rt.capture.explain.foreign_errors import code_name, code_of, function_of
 from ds41rt.capture.explain.lines import Joined, Moment
-from ds41rt.capture.explain.rules import COLLECTED, NOT_CUDA, Rule, hints, rule_of
+from ds41rt.capture.explain.rules import COLLECTED, ENDED, NOT_CUDA, Rule, hints, rule_of
 from ds41rt.capture.explain.sources import line_text, statement
 from ds41rt.cu.backend import CaptureStatus
 from ds41rt.cu.call_site import Frame
@@ -23,6 +23,8 @@ _OUTWARDS = ("ds41rt.capture.explain", "ds41rt.tools.capture_explain")
 _DECISIVE = frozenset({Status.ILLEGAL_STATE, *range(900, 909), *STICKY})
 _LAYER = re.compile(r"L(\d+)\.")
 _INVALID = CaptureStatus.INVALIDATED
+
+_ENDED_WHAT = "the captured code ended the capture that explain began"
 
 # Says of a frame if a failure can be blamed on it; of a stack the innermost such frame is.
 IsPlace = Callable[[Frame], bool]
@@ -91,9 +93,20 @@ def from_trouble(trouble: Trouble, is_place: IsPlace, last_end: tuple[Frame, ...
         log=trouble.error.driver_log if isinstance(trouble.error, CudaError) else "",
     )
     if line is None and failure.code == Status.ILLEGAL_STATE and last_end is not None:
-        # Explain's own end of a capture that the captured code had ended.
-        line = _place(_own_part(last_end), is_place)
-        failure = replace(failure, site=_site(line), stack=tuple(map(_known_site, _own_part(last_end))))
+        # Explain's own end of a capture that the captured code had ended: its line counts, and what it met there.
+        at = _own_part(last_end)
+        failure = replace(
+            failure,
+            what=f"{_ENDED_WHAT}; explain's own end of it then got {failure.code_name} ({failure.code})",
+            site=_site(_place(at, is_place)),
+            stack=tuple(map(_known_site, at)),
+            label=None,
+            layer=None,
+            before=CaptureStatus.ACTIVE.name,
+            after=CaptureStatus.NONE.name,
+            rule=ENDED.rule,
+            fix=ENDED.fix,
+        )
     decisive = trouble.broke_capture or failure.code in _DECISIVE or trouble.method == "instantiate"
     forks = [_recorded_fork(failure, fork, is_place) for fork in trouble.loose]
     return [*(Suspect(fork, trouble.error, True) for fork in forks), Suspect(failure, trouble.error, decisive)]
@@ -146,9 +159,18 @@ def from_moment(moment: Moment, stream: str | None) -> Suspect:
     return Suspect(failure, moment.error, moment.broke_capture or failure.code in _DECISIVE)
 
 
-def odd(moment: Moment, stream: str | None, what: str) -> Suspect:
-    """A line that begins or ends a capture where it should not; no call failed there."""
-    failure, rule = from_moment(moment, stream).failure, rule_of(Status.ILLEGAL_STATE)
+def from_early_end(moment: Moment, stream: str | None) -> Suspect:
+    """A line that ended the capture that explain began; no call failed there."""
+    return _odd(moment, stream, _ENDED_WHAT, ENDED)
+
+
+def from_open_end(moment: Moment, stream: str | None) -> Suspect:
+    """A line that began a capture which nobody ended; no call failed there."""
+    return _odd(moment, stream, "the capture that began here was never ended", rule_of(Status.ILLEGAL_STATE))
+
+
+def _odd(moment: Moment, stream: str | None, what: str, rule: Rule) -> Suspect:
+    failure = from_moment(moment, stream).failure
     return Suspect(replace(failure, what=what, rule=rule.rule, fix=rule.fix), moment.error, True)
 
 

@@ -114,6 +114,11 @@ NOT_CUDA = Rule(
     "An exception that is none of CUDA's left the captured code; the driver had nothing against the capture so far.",
     "Fix the exception, and run explain again for what comes after this line.",
 )
+ENDED = Rule(
+    "A capture can end only once, and explain ends the one that it began itself.",
+    "Leave the end out of the captured code. Code that is to begin and end its own capture takes no arguments: run it "
+    "with --self-capture (self_capture).",
+)
 
 COLLECTED = (
     "Python's garbage collector ran during this line: a finaliser of some unrelated object, which frees or unloads "

@@ -19,12 +19,13 @@ from ds41rt.capture.explain.blame import (
     IsPlace,
     Suspect,
     explained,
+    from_early_end,
     from_end,
     from_exception,
     from_fork,
     from_moment,
+    from_open_end,
     from_trouble,
-    odd,
     verdict,
 )
 from ds41rt.capture.explain.lines import LineWatch, Moment
@@ -213,7 +214,7 @@ def _on_stream(
         suspects = _watched(watch, probe)
         name = probe.name(origin)
         if not any(suspect.decisive for suspect in suspects):
-            suspects += [odd(m, name, "the captured code ended the capture that explain began") for m in seen.ended]
+            suspects += [from_early_end(m, name) for m in seen.ended]
         if end is not None:
             suspect = from_end(end, name)
             suspects += [*_forks(suspect, watch, probe), suspect]
@@ -241,7 +242,7 @@ def _self_captured(call: Callable[..., object], backend: GpuBackend, streams: tu
     suspects = _watched(watch, probe)
     if seen.left is None:
         left_open = (moment for moment in seen.begun if moment.stream in still_open)
-        suspects += [odd(m, _stream_of(m, probe), "the capture that began here was never ended") for m in left_open]
+        suspects += [from_open_end(m, _stream_of(m, probe)) for m in left_open]
     if seen.left is None and not any(suspect.decisive for suspect in suspects):
         if not seen.begun:
             raise InputError(

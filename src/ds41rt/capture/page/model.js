@@ -75,6 +75,7 @@ for (const name of ranges.keys()) if (!buffers.has(name)) buffers.set(name, {key
 
 for (const finding of data.findings) {
   finding.of = graphs.find((graph) => graph.name === finding.graph);
+  if (!finding.of) continue; // about the whole dump
   finding.of.findings = (finding.of.findings || 0) + 1;
   finding.at = finding.node === undefined ? undefined : finding.of.nodes[finding.node];
   if (finding.at) finding.at.findings.push(finding);

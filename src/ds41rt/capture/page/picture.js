@@ -149,8 +149,9 @@ function layerSpan([first, end]) {
 
 function forksAndJoins(graph) {
   const [forks, joins] = [(graph.forks || []).length, (graph.joins || []).length];
-  if (forks === joins && forks > 1) return `${forks} forks and joins`;
-  return `${plural(forks, "fork")}, ${plural(joins, "join")}`;
+  const starts = graph.starts ? `${graph.starts.length} starts, ` : "";
+  if (forks === joins && forks > 1) return `${starts}${forks} forks and joins`;
+  return `${starts}${plural(forks, "fork")}, ${plural(joins, "join")}`;
 }
 
 function counted(n, kind) {
@@ -164,7 +165,7 @@ function laneFacts(graph) {
     graph.moved !== undefined && size(graph.moved),
     graph.heaviest !== undefined &&
       `heaviest layer ${graph.heaviest}`,
-    (graph.forks || graph.joins) && forksAndJoins(graph),
+    (graph.starts || graph.forks || graph.joins) && forksAndJoins(graph),
     graph.findings > 0 && el("b", {class: "bad"}, plural(graph.findings, "finding")),
     graph.reads_back.length > 0 && `reads back ${bytes(graph.read_back_nbytes)}`,
   ];

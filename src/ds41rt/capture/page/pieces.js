@@ -119,7 +119,7 @@ function findingList(found, withPlace) {
     const key = JSON.stringify([f.rule, f.why, f.todo]);
     same.set(key, [...(same.get(key) || []), f]);
   }
-  const place = (f) => el("li", {}, f.at ? nodeLink(f.at) : link(toGraph(f.of), f.of.name),
+  const place = (f) => el("li", {}, f.at ? nodeLink(f.at) : f.of ? link(toGraph(f.of), f.of.name) : "the whole dump",
     f.at && el("small", {}, `${f.of.name} #${f.node}`));
   return [...same.values()].map((all) => el("article", {class: "finding"},
     el("p", {}, el("b", {}, all[0].rule), all.length > 1 && ` at ${plural(all.length, "place")}`),

@@ -119,6 +119,7 @@ function graphView(graph) {
     section(`Reads back ${reads.length ? bytes(graph.read_back_nbytes) : "nothing"}`,
       table(null, reads, [1]) || none("The host reads nothing after a launch of it, or nobody said.")),
     section(plural(found.length, "finding"), findingList(found, true)),
+    graph.starts && section("Starts in parallel", list(graph.starts, one)),
     section("Forks", table(["at", "into"], forks, [])),
     section("Joins", table(["of", "at"], joins, [])),
     section("Bytes by layer", table(null, graph.layer_moved.map(([layer, moved]) =>
