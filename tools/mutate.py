@@ -58,14 +58,15 @@ ENGINE = [
     ["tests/engine/test_engine_failures.py"],
     ["tests/engine/test_engine_sequences.py", "tests/engine/test_engine_growth.py"],
     ["tests/engine/test_engine_equal.py", "tests/engine/test_engine_mix.py"],
+    ["tests/engine/test_engine_tiers.py", "tests/gpu"],
     ["tests/tools", "tests/test_log.py", "tests/cli"],
 ]
 # By the beginning of the mutated file's name, the first that fits; a stage is one pytest command.
 STAGES: dict[str, list[list[str]]] = {
     "step/machine": [["tests/step"], QUICK, PROTOCOL, *ENGINE],
-    "step/": [QUICK, PROTOCOL, ["tests/step"], *ENGINE],
-    "moe/route": [QUICK, PROTOCOL, ["tests/moe"], *ENGINE],
-    "moe/fetch": [QUICK, PROTOCOL, ["tests/moe"], *ENGINE],
+    "step/": [QUICK, ["tests/step"], PROTOCOL, *ENGINE],
+    "moe/route": [QUICK, ["tests/moe"], PROTOCOL, *ENGINE],
+    "moe/fetch": [QUICK, ["tests/moe"], PROTOCOL, *ENGINE],
     "moe/": [["tests/moe"], QUICK, PROTOCOL, *ENGINE],
     "cu/host/": [*HOST, QUICK, ["tests/step"], PROTOCOL, *ENGINE],
 }
