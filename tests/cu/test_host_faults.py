@@ -196,6 +196,20 @@ def test_a_slow_stream_runs_only_for_a_wait(schedule: str, early: bool) -> None:
     assert flags[2] == 1
 
 
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+def test_polling_a_slow_stream_comes_to_an_end(schedule: str) -> None:
+    """To be asked for is to be waited for."""
+    backend = HostBackend(schedule)
+    slow = backend.create_stream("slow")
+    backend.faults.slow_stream("slow")
+    one = backend.alloc("one", 1)
+    event = backend.create_event("e")
+    for _ in range(3):
+        backend.fill(one.ptr, 1, 1, slow)
+    backend.record(event, slow)
+    assert [backend.query_event(event) for _ in range(4)] == [False, False, False, True]
+
+
 def test_slow_streams_recover() -> None:
     backend = HostBackend("eager")
     slow = backend.create_stream("slow")

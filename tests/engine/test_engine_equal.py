@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from engine_harness import Checkpoints, Run, check_counters, reference
 
+from ds41rt.engine import Engine, Mode
+
 N_MICRO = 4 * 16
 # Below this a micro token's working set of 12 experts evicts itself, and hardly a replay is clean.
 ROOMY = 20
@@ -55,6 +57,21 @@ def test_eager_does_not_depend_on_the_slots(checkpoint: Checkpoints, slots: int)
         run.steps(100)
         assert run.stats().replays == run.stats().captures == 0
         check_counters(run, undisturbed=False)
+
+
+def test_without_engram_rows(checkpoint: Checkpoints) -> None:
+    """The modes agree, on other logits than with the rows."""
+
+    def logits(mode: Mode, no_engram: bool) -> list[bytes]:
+        engine = Engine.open(checkpoint("micro"), mode=mode, backend="host", expert_slots=40, no_engram=no_engram)
+        with engine, engine.new_sequence() as seq:
+            out = [engine.decode_step(seq, token).tobytes() for token in range(30)]
+            assert (engine.stats().clean_replays > 0) == (mode == "step-graph")
+        return out
+
+    eager = logits("eager", no_engram=True)
+    assert logits("step-graph", no_engram=True) == eager
+    assert logits("eager", no_engram=False) != eager
 
 
 def run_larger(path: Path, slots: int, schedule: str, n_tokens: int) -> None:

@@ -74,7 +74,7 @@ def test_one_memory_for_both() -> None:
         (Asked(expert_cache_gib=1e-9, host_cache_gib=0.0), ["0 expert slots", "1e-09 GiB", "DS41RT_EXPERT_CACHE_GIB"]),
         (Asked(host_cache_gib=5 / 1024, expert_cache_gib=0.0), ["0 expert slots and 5 host slots", f"{SLOT} bytes"]),
         (Asked(expert_slots=-1), ["-1 expert slots"]),
-        (Asked(expert_slots=8, host_slots=-2), ["-2 host slots"]),
+        (Asked(expert_slots=8, host_slots=-1), ["-1 host slots: there cannot"]),
     ],
 )
 def test_too_little_is_refused_with_numbers(asked: Asked, numbers: list[str]) -> None:

@@ -106,7 +106,9 @@ def test_a_move_takes_three_tokens() -> None:
 
 
 def test_a_victim_that_is_used_stays() -> None:
-    rig = full(6, 6)
+    """A move that is cancelled makes no call."""
+    probe = Probe()
+    rig = full(6, 6, backend=probe)
     use_in_host(rig, 1)
     before, n_spare = rig.mapped(), rig.pool.n_spare
     rig.token_starts()
@@ -114,7 +116,17 @@ def test_a_victim_that_is_used_stays() -> None:
     victim = rig.cache.key_of(slot)
     assert victim is not None
     rig.fetch(victim[0], [victim[1]])
-    next_token(rig)
+    mover_of(rig).drain()
+    calls: list[str] = []
+
+    def hook(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        calls.append(name)
+        return call()
+
+    probe.hook = hook
+    rig.token_starts()
+    probe.hook = None
+    assert calls == ["query_event"]
     assert rig.mapped() == before
     assert (mover_of(rig).n_demoted, rig.cache.n_moving, rig.pool.n_spare) == (0, 0, n_spare)
     rig.check()
@@ -286,6 +298,19 @@ def test_clearing_up_may_fail_as_well() -> None:
     rig.token_starts()
     assert rig.cache.n_moving == 0
     rig.check()
+    rig.close()
+
+
+def test_a_constructor_that_fails_leaves_nothing() -> None:
+    probe = Probe()
+    rig = full(6, 6, backend=probe)
+    live = rig.inner.live()
+    for n in range(5):  # a stream and four events
+        probe.hook = FailAt(n, CudaError(Status.OUT_OF_MEMORY, PLANTED, ""))
+        with pytest.raises(CudaError, match=PLANTED):
+            Mover(rig.backend, rig.cache, rig.arena, rig.pool, rig.table, keep=TOP_K)
+        assert rig.inner.live() == live
+    probe.hook = None
     rig.close()
 
 

@@ -755,19 +755,20 @@ def test_bad_numbers() -> None:
 
 
 def test_a_dropped_pool_leaves_no_thread() -> None:
-    """Dropped by its caller while reads are pending, and by the last reader after them."""
+    """Nor anything to do at exit. Dropped by its caller while reads are pending, and by the last reader after them."""
     gate = Gate()
     before = set(threading.enumerate())
     pool = ReaderPool(gate.read, 3, N)
     jobs: list[ReadJob] = [pool.submit(0, i, new()) for i in range(5)]
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
-    dropped = weakref.ref(pool)
+    dropped, at_exit = weakref.ref(pool), weakref.ref(pool._at_exit)
     del pool
     gate.go.set()
     for thread in threads:
         thread.join(LIMIT)
     assert dropped() is None
+    assert at_exit() is None
     assert [job.error for job in jobs] == [None] * 5
 
 

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from scenario import PRESET, Runner, Scenario, World
 from structlog.testing import capture_logs
 from twin import MAX_CONTEXT, Twin
 
+from ds41rt.checkpoint.synth_presets import PRESETS
 from ds41rt.cu.backend import Stream, open_backend
 from ds41rt.cu.host import HostBackend
 from ds41rt.cu.host.stream import Op
@@ -22,6 +23,7 @@ from ds41rt.errors import CacheError
 from ds41rt.moe.cache import ExpertCache
 from ds41rt.moe.header import Fall
 from ds41rt.moe.recency import Recency
+from ds41rt.step.entries import Entries
 from ds41rt.step.snapshot import Snapshots
 
 
@@ -76,6 +78,27 @@ def test_staging_is_not_rewritten_under_a_copy_that_no_event_follows(world: Worl
     world.check_cache()
 
 
+def test_the_engram_rows_of_a_token_are_read_once(world: World) -> None:
+    """Whichever way it is stepped: captured, replayed, or with layers that run again."""
+    engram = world.engine.engram
+    assert engram is not None
+    source = engram._source
+    read: list[int] = []
+
+    class Counted:
+        def read_engram_rows(self, layer: int, *args: Any) -> None:
+            read.append(layer)
+            source.read_engram_rows(layer, *args)
+
+    engram._source = cast(Any, Counted())
+    captures = world.engine.stats().captures
+    for word in ("a/bake=0", "a/miss=", "a/miss=0.0+2.1"):
+        world.do(word)
+        assert read == list(world.engine.config.engram_layers), word
+        read.clear()
+    assert world.engine.stats().captures > captures
+
+
 def test_a_fall_says_how_many_experts_were_fetched(world: World) -> None:
     falls: list[Fall | None] = []
     router = world.engine.router
@@ -117,6 +140,27 @@ def test_a_handle_whose_destruction_was_interrupted_hides_no_other(world: World)
     assert logs == [entry for entry in logs if entry["log_level"] != "warning"]
     assert machine.seg.doomed == []
     assert world.backend.live()["graph_execs"] == 0
+
+
+def test_a_handle_that_cannot_be_destroyed_hides_no_other(world: World) -> None:
+    """It alone is kept for another try."""
+    asked = 0
+
+    def hook(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        nonlocal asked
+        asked += name == "destroy_exec"
+        if name == "destroy_exec" and asked == 1:
+            raise CudaError(Status.OUT_OF_MEMORY, "planted", "by a test")
+        return call()
+
+    machine = world.engine.machine
+    world.probe.hook = hook
+    machine.drop_graphs(world.owners, "test")
+    world.probe.hook = None
+    assert asked == len(world.owners) > 1
+    assert [what for what, _ in machine.seg.doomed] == [f"graph of segment {world.owners[0]}"]
+    machine.destroy_doomed()
+    assert machine.seg.doomed == []
 
 
 def test_a_trace_names_every_part_and_leaves_nothing(checkpoint: Callable[[str], Path], backend_name: str) -> None:
@@ -175,6 +219,23 @@ def test_snapshots_are_aligned_and_do_not_overlap() -> None:
         assert addresses[-1] + nbytes <= addresses[0] + snapshots._store.nbytes
         assert snapshots._store.nbytes < 3 * (nbytes + 256)
         snapshots.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("dim", [64, 4096])
+def test_the_entries_of_layers_are_aligned_and_do_not_overlap(dim: int) -> None:
+    """At a true model's width too, where the streams fill a row but for the mix."""
+    backend = HostBackend()
+    cfg = PRESETS[PRESET].model_copy(update={"dim": dim})
+    entries = Entries(backend, cfg, cast(Any, None))
+    begins = [entries.streams(layer) for layer in range(cfg.n_layers)]
+    ends = [entries.mix(layer) + entries.mix_nbytes for layer in range(cfg.n_layers)]
+    assert all(begin % 256 == 0 for begin in begins)
+    assert all(entries.mix(i) == begin + entries.streams_nbytes for i, begin in enumerate(begins))
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+    assert begins[0] == entries.ptr
+    assert ends[-1] <= entries.ptr + entries._store.nbytes
+    entries.close()
     backend.close()
 
 

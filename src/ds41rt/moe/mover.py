@@ -205,7 +205,6 @@ class Mover:
             transfer = batch.transfers.pop()
             self._cache.cancel(transfer.move)
             self._pool.give(transfer.spare)
-        batch.broken = False
 
     def drain(self) -> None:
         """Return once no copy of a move is on its way."""

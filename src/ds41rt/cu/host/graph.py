@@ -92,29 +92,6 @@ def ancestors(nodes: Sequence[Node]) -> list[int]:
     return bits
 
 
-class _Numbered:
-    """A kernel that reaches memory through tables, run as a node of a graph: the memory learns which."""
-
-    __slots__ = ("_command", "_index", "kind", "label")
-
-    def __init__(self, command: Command, index: int) -> None:
-        self._command = command
-        self._index = index
-        self.kind = command.kind
-        self.label = command.label
-
-    def run(self, memory: Memory) -> None:
-        memory.leaf = self._index
-        self._command.run(memory)
-
-    def operands(self) -> tuple[Operand, ...]:
-        return self._command.operands()
-
-
-def _numbered(command: Command, index: int) -> Command:
-    return _Numbered(command, index) if isinstance(command, HostLaunch) and command.has_indirect else command
-
-
 class GraphLaunch:
     """One executable graph as a command: running it runs every node once, in capture order."""
 
@@ -124,17 +101,20 @@ class GraphLaunch:
         self.nodes = nodes
         self.label = label
         self.footprint: Footprint | None = None
-        self._commands = tuple(_numbered(node.command, i) for i, node in enumerate(nodes))
 
     def run(self, memory: Memory) -> None:
-        for command in self._commands:
-            command.run(memory)
+        for i in range(len(self.nodes)):
+            self.run_node(i, memory)
+
+    def run_node(self, index: int, memory: Memory) -> None:
+        memory.leaf = index
+        self.nodes[index].command.run(memory)
 
     def operands(self) -> tuple[Operand, ...]:
-        return tuple(operand for command in self._commands for operand in command.operands())
+        return tuple(operand for node in self.nodes for operand in node.command.operands())
 
-    def pieces(self, rng: Random) -> Iterator[Command]:
-        """The nodes one by one in a random order that respects the edges."""
+    def pieces(self, rng: Random) -> Iterator[int]:
+        """The nodes' indices one by one in a random order that respects the edges."""
         missing = [len(n.deps) for n in self.nodes]
         users: list[list[int]] = [[] for _ in self.nodes]
         for i, node in enumerate(self.nodes):
@@ -143,7 +123,7 @@ class GraphLaunch:
         ready = [i for i, count in enumerate(missing) if count == 0]
         while ready:
             i = ready.pop(rng.randrange(len(ready)))
-            yield self._commands[i]
+            yield i
             # The caller comes back for the next piece only after this one has run.
             for user in users[i]:
                 missing[user] -= 1

@@ -29,8 +29,8 @@ class Op:
         self.stream = stream
         self.deps = deps
         self.done = False
-        # The rest of a graph that a random schedule has begun.
-        self.pieces: Iterator[Command] | None = None
+        # The remaining nodes of a graph that a random schedule has begun.
+        self.pieces: Iterator[int] | None = None
         # What race detection knows of it.
         self.work: Work | None = None
 
@@ -122,7 +122,7 @@ class Schedule(Protocol):
         """Return once the operation has completed."""
 
     def advance(self, op: Op) -> None:
-        """Make a little progress towards the operation, so that polling comes to an end."""
+        """Make a little progress towards the operation, which is not done, so that polling comes to an end."""
 
 
 class Lazy:
@@ -183,8 +183,7 @@ class Randomized:
             self._step(forced=True)
 
     def advance(self, op: Op) -> None:
-        if not op.done:
-            self._step(forced=True)
+        self._step(forced=True)
 
     def breathe(self) -> None:
         """To be called at every call of the backend: work may run whenever it likes."""
@@ -204,17 +203,18 @@ class Randomized:
             return
         queue = self._rng.choice(ready)
         op = queue[0]
-        if op.pieces is None and isinstance(op.command, GraphLaunch):
-            op.pieces = op.command.pieces(self._rng)
-        if op.pieces is None:
-            op.run(self._memory)
-        else:
-            piece = next(op.pieces, None)
-            if piece is not None:
+        graph = op.command
+        if isinstance(graph, GraphLaunch):
+            if op.pieces is None:
+                op.pieces = graph.pieces(self._rng)
+            node = next(op.pieces, None)
+            if node is not None:
                 self._memory.running = op.work
-                piece.run(self._memory)
+                graph.run_node(node, self._memory)
                 return
             op.finish()
+        else:
+            op.run(self._memory)
         queue.popleft()
         if not queue:
             del self._queues[op.stream]
