@@ -18,11 +18,12 @@ ROOT = Path(ds41rt.__file__).parent
 _LEAVES = {"config", "checkpoint", "log"}
 _STATE = {"kernels", "cu", *_LEAVES}
 _STEP = {"attn", "moe", "engram", *_STATE}
-_ENGINE = {"step", "settings", "capture.watch", *_STEP}
+_ENGINE = {"step", "settings", "interrupts", "capture.watch", *_STEP}
 _TOOLS = {"", "engine", "trace", "capture", *_ENGINE}  # "": the version
 ARROWS: dict[str, set[str]] = {
     "": set(),  # ds41rt/__init__.py
     "errors": set(),
+    "interrupts": set(),
     "log": set(),
     "settings": set(),
     "config": {"checkpoint.json_file"},

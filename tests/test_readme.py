@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,11 +36,25 @@ def printed(argv: list[str]) -> str:
     return out.getvalue()
 
 
-def test_example_runs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """As it stands, in a directory that has a checkpoint: the tokens are those of `ds41rt decode`."""
+@pytest.mark.parametrize("image", [None, 0, 5])
+def test_example_runs(checkpoint: Callable[[str], Path], tmp_path: Path, image: int | None) -> None:
+    """As it stands, in a directory that has a checkpoint: the tokens are those of `ds41rt decode`.
+
+    Also where the model's first or sixth choice stands for an image, which no step takes.
+    """
     example = block("example", "python")
     assert len(example.splitlines()) <= 20
-    (tmp_path / "checkpoint").symlink_to(checkpoint("micro"))
+    micro = checkpoint("micro")
+    argv = ["decode", str(micro), "--prompt-ids", "5,17,42", "--max-new", "16", "--ignore-eos", "--json"]
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(micro, directory)
+    if image is not None:
+        new = json.loads(printed(argv))["tokens"][image]
+        for path in (directory / "config.json", directory / "inference" / "config.json"):
+            text, n = re.subn(r'"image_token_id": \d+', f'"image_token_id": {new}', path.read_text())
+            assert n == 1
+            path.write_text(text)
+    argv[1] = str(directory)
     script = tmp_path / "example.py"
     script.write_text(example, encoding="utf-8")
     done = subprocess.run(
@@ -47,7 +62,6 @@ def test_example_runs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None
     )
     assert (done.returncode, done.stderr) == (0, "")
     tokens, counters = done.stdout.splitlines()
-    argv = ["decode", str(checkpoint("micro")), "--prompt-ids", "5,17,42", "--max-new", "16", "--ignore-eos", "--json"]
     assert tokens == "new tokens: " + " ".join(map(str, json.loads(printed(argv))["tokens"]))
     said = re.fullmatch(r"19 tokens, (\d+) of (\d+) replays clean, (\d+) experts read", counters)
     assert said is not None
@@ -89,6 +103,16 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         "cache-sim",
         "capture",
     }
+
+
+def test_the_host_tier_example_uses_the_host_tier(checkpoint: Callable[[str], Path]) -> None:
+    (line,) = [line for line in block("commands", "sh").splitlines() if "--host-slots" in line]
+    said = json.loads(
+        printed([str(checkpoint("tiny")) if a == "tiny" else a for a in shlex.split(line)[1:]] + ["--json"])
+    )
+    assert said["host_hits"] > 0
+    assert said["promotions"] > 0
+    assert said["prefetch_useful"] > 0
 
 
 def test_settings_table() -> None:

@@ -18,11 +18,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ds41_expert_gather(
     u64 slot_nbytes,
     u64 expert_nbytes,
     u64 gate_off) {
-    if (blockIdx.x == 0 && threadIdx.x < 3 * top_k) {
-        u32 i = threadIdx.x % top_k;
-        u64 ptr = ptrs_dev[threadIdx.x], slot = ptrs_dev[i] - gate_off;
+    for (u32 n = threadIdx.x; blockIdx.x == 0 && n < 3 * top_k; n += THREADS) {
+        u32 i = n % top_k;
+        u64 ptr = ptrs_dev[n], slot = ptrs_dev[i] - gate_off;
         bool in_pool = slot - pool_base < pool_nbytes;
-        gathered_ptrs[threadIdx.x] = in_pool ? gathered + i * slot_nbytes + (ptr - slot) : ptr;
+        gathered_ptrs[n] = in_pool ? gathered + i * slot_nbytes + (ptr - slot) : ptr;
     }
     const u32 chunks = expert_nbytes / 16, each = THREADS * IN_FLIGHT;
     for (u32 i = 0; i < top_k; i++) {

@@ -5,11 +5,13 @@ the only file that configures logging; results go to stdout, everything else to 
 """
 
 import argparse
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -17,6 +19,16 @@ from ds41rt import __version__
 from ds41rt.errors import CheckpointError, CheckpointReadError, ConfigError, Ds41Error, InputError
 
 EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes -v in every place: parsers of commands are of this class too. They leave the value of a -v before them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_argument(
+            "-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log events to stderr"
+        )
 
 
 def _whole(text: str) -> int:
@@ -110,7 +122,9 @@ def _add_timeline(parser: argparse.ArgumentParser) -> None:
     _add_prompt(parser, required=True)
     parser.add_argument("--tokens", type=_whole, default=4, metavar="N", help="decode steps to record (default: 4)")
     parser.add_argument("--out", type=Path, required=True, metavar="F.json", help="for ui.perfetto.dev")
-    parser.add_argument("--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH, else eager")
+    parser.add_argument(
+        "--mode", choices=("eager", "step-graph"), help="default: DS41RT_STEP_GRAPH or DS41RT_ADAPTIVE, else eager"
+    )
     parser.add_argument("--expert-slots", type=_whole, metavar="N", help="experts held on the device")
     parser.add_argument("--max-context", type=_whole, metavar="N", help="as for decode")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -169,22 +183,21 @@ def _add_cache_sim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute-ms",
         type=_number,
-        default=8.8,
         metavar="X",
-        help="a step-graph token without misses, H200: %(default)s ms (default)",
+        help="a token without misses (default: a step-graph token of the released model on an H200, 8.8 ms)",
     )
     parser.add_argument("--svg", type=Path, metavar="F.svg", help="hit rate and time a token as a picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ds41rt",
         description="Decode DeepSeek-V4.1-Flash on one GPU, with experts streamed from the checkpoint.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ds41rt {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log events to stderr")
+    parser.set_defaults(verbose=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="make a tiny checkpoint, decode it, show what happened", allow_abbrev=False)
@@ -199,7 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     _add_backend(decode)
     decode.add_argument(
-        "--mode", choices=("eager", "step-graph", "adaptive"), help="default: DS41RT_STEP_GRAPH, else eager"
+        "--mode",
+        choices=("eager", "step-graph", "adaptive"),
+        help="default: DS41RT_STEP_GRAPH or DS41RT_ADAPTIVE, else eager",
     )
     slots = decode.add_mutually_exclusive_group()
     slots.add_argument("--expert-slots", type=_whole, metavar="N", help="experts held on the device")
@@ -254,8 +269,8 @@ def _parser() -> argparse.ArgumentParser:
     streaming.add_argument("--experts-per-layer", type=_whole, metavar="N", help="experts in use (default: 16)")
     streaming.add_argument("--tokens", type=_whole, default=40, metavar="N", help="tokens timed (default: 40)")
     streaming.add_argument("--disk", type=Path, metavar="DIR", help="also time reads of a file made in DIR")
-    streaming.add_argument("--disk-gb", type=_number, metavar="X", help="its size (default: 4)")
-    streaming.add_argument("--threads", type=_whole, metavar="N", help="readers of that file (default: 8)")
+    streaming.add_argument("--disk-gb", type=_number, metavar="X", help="its size at most (default: 4)")
+    streaming.add_argument("--threads", type=_whole, metavar="N", help="readers of that file, up to 64 (default: 8)")
     streaming.add_argument("--json", action="store_true", help="print one JSON object")
     _add_backend(streaming)
 
@@ -297,6 +312,15 @@ def _configure_logging(verbose: bool) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if verbose else logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _prepare_outputs() -> None:
+    """A text that the terminal's encoding does not have is shown with escapes; a closed output takes everything."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -353,6 +377,7 @@ def _run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `ds41rt` command. Returns the exit code; argparse itself exits with 2 on wrong usage."""
     args = _parser().parse_args(argv)
+    _prepare_outputs()
     _configure_logging(args.verbose)
     try:
         code = _run(args)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from os import environ
+from os import PathLike, environ
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
@@ -38,6 +38,7 @@ from ds41rt.errors import (
     NotFiniteError,
     UnsupportedError,
 )
+from ds41rt.interrupts import interrupts_wait
 from ds41rt.log import Logger
 from ds41rt.moe.arena import ExpertArena, slot_nbytes
 from ds41rt.moe.budget import Asked, Memory, plan_budget
@@ -148,6 +149,9 @@ class DecodeSequence:
         """Free the sequence's device memory. Idempotent."""
         self._engine.close_sequence(self)
 
+    def __repr__(self) -> str:
+        return f"<DecodeSequence {self.step.ident} {'closed' if self.closed else f'at position {self.position}'}>"
+
     def __enter__(self) -> "DecodeSequence":
         return self
 
@@ -173,15 +177,25 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         _check_platform()
+        for name, slots in (("expert_slots", expert_slots), ("host_slots", host_slots)):
+            if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int)):
+                raise ConfigError(f"{name}={slots!r}: give a whole number of experts, for example 600")
+        if not isinstance(schedule, str):
+            raise InputError(f"schedule={schedule!r}: give 'lazy', 'eager' or 'random:SEED'")
+        if backend is not None and not hasattr(backend, "create_stream"):
+            raise InputError(f"backend={backend!r}: give 'auto', 'host', 'cuda' or an open backend")
         self.settings = settings
         self._busy = threading.RLock()
         self._stepping = False
+        # Set while a call runs, and left so by one that an interrupt ended: nothing has to notice the interrupt.
+        self._unsettled = False
         self._closed_because: str | None = None
         self._sequences: set[DecodeSequence] = set()
         self._next_ident = 1
         self._seen = _Counts()
         with ExitStack() as stack:
             self._source = source
+            self._name = str(getattr(source, "directory", type(source).__name__))
             self.config: ModelConfig = source.config
             limit = self.config.max_positions
             self.max_context = settings.max_context or min(_DEFAULT_CONTEXT, limit)
@@ -216,9 +230,10 @@ class Engine:
         `overrides` are fields of `Settings` and go before the environment's `DS41RT_*`. `mode` "step-graph" asks for
         graph segments, "adaptive" for graph segments while they pay (see `step.adaptive`). `expert_slots` is the number
         of experts held on the device, `host_slots` that of pinned host memory (defaults: see
-        `moe.budget.plan_budget`). `backend` is "auto", "host" or "cuda", or an open backend, which the engine then does
-        not close. `progress(done, total)` is called in bytes while weights load. Raises `Ds41Error` subtypes; nothing
-        is left behind then.
+        `moe.budget.plan_budget`); they go before a budget in GiB of the environment, and not with one given here.
+        `backend` is "auto", "host" or "cuda", or an open backend, which the engine then does not close.
+        `progress(done, total)` is called in bytes while weights load. Raises `Ds41Error` subtypes; nothing is left
+        behind then.
         """
         if mode is not None:
             for switch in ("step_graph", "adaptive"):
@@ -228,6 +243,14 @@ class Engine:
                 raise InputError(f"mode {mode!r} is unknown; use {', '.join(get_args(Mode))}")
             overrides["step_graph"] = mode != "eager"
             overrides["adaptive"] = mode == "adaptive"
+        for slots, gib, given in (
+            ("expert_slots", "expert_cache_gib", expert_slots),
+            ("host_slots", "host_cache_gib", host_slots),
+        ):
+            if given is not None and overrides.get(gib) is not None:
+                raise InputError(f"give {slots} or {gib}, not both: they are the same budget")
+        if not isinstance(path, str | PathLike):
+            raise InputError(f"path={path!r}: give the directory of a checkpoint")
         if isinstance(backend, str):
             overrides["backend"] = backend
             backend = None
@@ -479,6 +502,7 @@ class Engine:
         return seq
 
     def fork_sequence(self, seq: DecodeSequence) -> DecodeSequence:
+        """See `DecodeSequence.fork`."""
         with self._exclusive():
             self._check_sequence(seq)
             fork = self._new_sequence()
@@ -493,6 +517,7 @@ class Engine:
             return fork
 
     def truncate_sequence(self, seq: DecodeSequence, position: int) -> None:
+        """See `DecodeSequence.truncate`."""
         with self._exclusive():
             self._check_sequence(seq)
             if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= seq.position:
@@ -507,7 +532,12 @@ class Engine:
 
     def preload(self, layer: int, experts: Sequence[int]) -> None:
         """Make experts of `layer` resident ahead of use, top-k at a time: on the device while it has empty slots, then
-        in the host tier. Raises `CacheError`, `CheckpointError`."""
+        in the host tier. Raises `InputError`, `CacheError`, `CheckpointError`."""
+        _check_listed(experts, "experts")
+        for what, n in (("layer", layer), *(("expert", e) for e in experts)):
+            if not _is_whole(n):
+                raise InputError(f"cannot preload {what} {n!r}: give an integer")
+        layer, experts = int(layer), [int(e) for e in experts]  # NumPy's would spread into tables and arguments
         with self._exclusive():
             for i in range(0, len(experts), self.config.top_k):
                 self.cache.begin_epoch()
@@ -529,10 +559,10 @@ class Engine:
                 step.history[position] = self.engram.compressed(token)
             seq.started = position + 1
             self.bodies.bind(step, token, position)
-            self._stepping = True
-            if self._adaptive is not None:
-                self._adaptive.token_starts()
             try:
+                self._stepping = True
+                if self._adaptive is not None:
+                    self._adaptive.token_starts()
                 self.machine.run_token(position)
                 self.backend.launch(self.head_launch, self.stream)
                 self.backend.copy_d2h(
@@ -558,6 +588,9 @@ class Engine:
 
     def prefill(self, seq: DecodeSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Process a prompt token by token; returns the logits after the last one. All ids are checked first."""
+        with self._exclusive():
+            self._check_sequence(seq)
+        _check_listed(tokens, "tokens")
         if not len(tokens):
             raise InputError("the prompt is empty; give at least one token id")
         self.check_tokens(tokens)
@@ -614,19 +647,25 @@ class Engine:
         self.bodies.observers += (observer,)
 
     def stop_observing(self, observer: StepObserver) -> None:
+        """Detach `observer`, if it is attached. When the last one leaves, graphs are captured again without copies."""
         self.bodies.observers = tuple(o for o in self.bodies.observers if o is not observer)
 
     def close(self) -> None:
         """Free everything. Idempotent. Raises `EngineBusyError` while another thread, or a step, is inside."""
-        self._enter()
-        try:
-            if self._closed_because is None:
-                self._closed_because = "close() was called"
-            for seq in list(self._sequences):
-                self._close_sequence(seq)
-            self._stack.close()
-        finally:
-            self._busy.release()
+        with interrupts_wait():
+            self._enter()
+            try:
+                if self._closed_because is None:
+                    self._closed_because = "close() was called"
+                for seq in list(self._sequences):
+                    self._close_sequence(seq)
+                self._stack.close()
+            finally:
+                self._busy.release()
+
+    def __repr__(self) -> str:
+        mode = "adaptive" if self.settings.adaptive else "step-graph" if self.settings.step_graph else "eager"
+        return f"<Engine {self._name}, {mode}, {self.backend.name}, {'closed' if self._closed_because else 'open'}>"
 
     def __enter__(self) -> "Engine":
         return self
@@ -644,12 +683,31 @@ class Engine:
         try:
             if self._closed_because is not None:
                 raise EngineClosedError(f"the engine is closed: {self._closed_because}")
+            if self._unsettled:
+                self._recover()
+            self._unsettled = True
             yield
-        except CudaError as e:
-            self._close_if_lost(e)
+            self._unsettled = False
+        except Exception as e:
+            self._unsettled = self._unsettled and _follows_an_interrupt(e)
+            if isinstance(e, CudaError):
+                self._close_if_lost(e)
             raise
         finally:
             self._busy.release()
+
+    def _recover(self) -> None:
+        """Put in order what a call left that did not come to an end by itself: KeyboardInterrupt may come between any
+        two statements, and leave one half of a change. Nothing is on its way afterwards."""
+        self._drain()
+        self._fetcher.recover()
+        if self._mover is not None:
+            self._mover.recover()
+        held = self.cache.recover()
+        self._pool.recover(held)
+        self.table.update()
+        kept = sum(map(bool, self.cache.codes))
+        log.warning("an interrupted call: experts were looked through, and their ages forgotten", kept=kept)
 
     def _close_if_lost(self, error: CudaError) -> None:
         if error.sticky:
@@ -680,7 +738,7 @@ class Engine:
 
     def _check_token(self, token: int) -> None:
         cfg = self.config
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < cfg.vocab:
+        if not _is_whole(token) or not 0 <= token < cfg.vocab:
             raise InputError(f"token id {token!r} is not an integer in 0..{cfg.vocab - 1}")
         if token == cfg.image_token:
             raise InputError(f"token id {token} stands for an image; this runtime decodes text only")
@@ -724,12 +782,13 @@ class Engine:
         """Free a sequence's memory; of a failed or closed engine too. Raises `InputError` for another engine's."""
         if seq.closed:
             return
-        self._enter()
-        try:
-            self._check_sequence(seq)
-            self._close_sequence(seq)
-        finally:
-            self._busy.release()
+        with interrupts_wait():
+            self._enter()
+            try:
+                self._check_sequence(seq)
+                self._close_sequence(seq)
+            finally:
+                self._busy.release()
 
     def _close_sequence(self, seq: DecodeSequence) -> None:
         self._release(Engine._drain, self)  # a step whose clean-up was interrupted may still use the buffers
@@ -762,6 +821,25 @@ class _Counts:
         engine.cache.hits = self.hits
         engine.cache.host_hits = self.host_hits
         engine.cache.misses = self.misses
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_listed(values: object, what: str) -> None:
+    """Raise `InputError` unless `values` has a length and can be sliced: a generator has neither."""
+    if not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+        raise InputError(f"{what} {values!r}: give a list, or another sequence of integers")
+
+
+def _follows_an_interrupt(error: BaseException | None) -> bool:
+    """True for KeyboardInterrupt and its like, and for what was raised while one was on its way."""
+    while error is not None:
+        if not isinstance(error, Exception):
+            return True
+        error = error.__context__
+    return False
 
 
 def _check_platform() -> None:

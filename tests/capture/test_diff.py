@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from small_graphs import NBYTES, WINDOW, N, Rig, changed, graph_of, nodes_of, page, rig
 
-from ds41rt.capture import DumpDiff, diff
+from ds41rt.capture import DumpDiff, diff, lint, render_html
 from ds41rt.capture.dump import Dump, Graph, Inside, Kernel, Node, Param, Place, Range
 from ds41rt.capture.dump_diff import common, match_nodes
+from ds41rt.errors import InputError
 
 
 def changes(found: DumpDiff) -> list[tuple[str, str, str, str]]:
@@ -62,6 +65,74 @@ def test_a_pointer_into_another_part_of_the_same_buffer() -> None:
         after = r.dump(lambda: r.add(r.a.ptr, r.ring.ptr + NBYTES))
         ((_, what, old, new),) = changes(diff(before, after))
         assert (what, old.split(" at ")[0], new.split(" at ")[0]) == ("y", "'window ring'", f"'window ring' + {NBYTES}")
+
+
+def test_a_buffer_that_was_freed_is_said_to_be() -> None:
+    """The same graph, looked at before and after: the address stands where it stood."""
+    with rig() as r:
+
+        def work() -> None:
+            r.add(r.a.ptr, r.c.ptr)
+            r.backend.copy_d2d(r.a.ptr, r.b.ptr, NBYTES, r.main, label="L00.copy")
+            r.backend.fill(r.a.ptr, 1, NBYTES, r.main, label="L00.clear")
+
+        handle = r.capture(work)
+        before = r.dump_of(handle)
+        r.backend.free(r.a)
+        after = r.dump_of(handle)
+        where = f"'a' at {r.a.ptr:#x}, {NBYTES} bytes"
+        assert changes(diff(before, after)) == [
+            ("L00.add", "x", where, f"{where} (freed)"),
+            ("L00.copy", "dst", where, f"{where} (freed)"),
+            ("L00.clear", "dst", where, f"{where} (freed)"),
+        ]
+        assert changes(diff(after, before))[0] == ("L00.add", "x", f"{where} (freed)", where)
+        assert not diff(after, after)
+        (first, *_) = [f for f in lint(before, next_token=after) if f.rule == "baked-scalar"]
+        assert f"and as {where} (freed) for another token" in first.why
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("space", "pinned", ("device memory", "pinned memory")),
+        ("access", "rw", ("access w", "access rw")),
+        ("access", None, ("access w", "access unknown")),
+    ],
+)
+def test_what_differs_is_shown_even_where_the_place_is_the_same(
+    field: str, value: str | None, said: tuple[str, str]
+) -> None:
+    with rig() as r:
+        before = r.dump(lambda: r.backend.fill(r.a.ptr, 1, 8, r.main, label="f"))
+        fill = nodes_of(before)[0].fill
+        assert fill is not None
+        dst = fill.dst.model_copy(update={field: value})
+        after = changed(before, 0, fill=fill.model_copy(update={"dst": dst}))
+        where = f"'a' at {r.a.ptr:#x}, 8 bytes"
+        assert changes(diff(before, after)) == [("f", "dst", *(f"{where}, {text}" for text in said))]
+
+
+@pytest.mark.parametrize("given", [None, "a.json", {}])
+def test_what_is_no_dump_is_refused(given: Any) -> None:
+    dump = Dump(title="t", graphs=())
+    for call in (
+        lambda: diff(given, dump), lambda: diff(dump, given), lambda: lint(given), lambda: render_html(given),
+        *((lambda: lint(dump, next_token=given),) if given is not None else ()),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=re.escape(f"{given!r} is no Dump")):
+            call()
+
+
+def test_names_cannot_reach_the_terminal() -> None:
+    with rig() as r:
+        before = r.dump(lambda: r.add(r.a.ptr, r.b.ptr, label="\x1b[2J\nnode\x9b"))
+        after = changed(before, 0, stream="\x1b]0;x\x07")
+        after = after.model_copy(update={"title": "\u202etitle", "ranges": ()})
+        text = diff(before, after).to_text()
+        assert all(line.isprintable() for line in text.splitlines())
+        assert "  ~ node 0 \\x1b[2J\\nnode\\x9b: stream: main -> \\x1b]0;x\\x07" in text.splitlines()
+        assert "after:  \\u202etitle" in text.splitlines()
 
 
 Make = Callable[[Rig], Dump]

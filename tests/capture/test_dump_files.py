@@ -41,7 +41,7 @@ def test_a_dump_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     path.write_text(dump.to_json(), encoding="utf-8")
     again = load_dump(path)
-    assert again == dump
+    assert again == load_dump(str(path)) == dump
     assert again.to_json() == dump.to_json()
     assert {node.kind for graph in again.graphs for node in graph.nodes} == {"kernel", "copy", "fill", "other"}
 
@@ -105,10 +105,19 @@ Edit = Callable[[dict[str, Any]], object]
     ("edit", "said"),
     [
         (lambda d: d.update(version="1"), "version"),
-        (lambda d: d.update(version=0), "version"),
-        (lambda d: d.update(surprise=1), "surprise"),
-        (lambda d: d.pop("title"), "title"),
-        (lambda d: d["graphs"][0]["nodes"][1].update(index=0), "node 1 says it is node 0"),
+        (lambda d: d.update(version=0), "version is 0"),
+        (lambda d: d.update(version=-3), "version is -3"),
+        (lambda d: d.update(version=True), "version is True"),
+        (lambda d: d.update(version=1.0), "version is 1.0, must be a whole number"),
+        (lambda d: d.update(version=2.0), "version is 2.0"),
+        (lambda d: d.update(version=None), "version is None"),
+        (lambda d: d.pop("version"), "version is missing"),
+        (lambda d: d.update(surprise=1), ": surprise: is no field of the schema"),
+        (lambda d: d.update({"\x1b[2J": 1}), ": \\x1b[2J: is no field"),
+        (lambda d: d.pop("title"), ": title: is missing"),
+        (lambda d: d["ranges"][0].pop("nbytes"), ": ranges.0.nbytes: is missing"),
+        (lambda d: d["ranges"][0].update(source="me"), ": ranges.0.source: is 'me'; it should be 'ledger', 'caller'"),
+        (lambda d: d["graphs"][0]["nodes"][1].update(index=0), ": graph 'graph': node 1 says it is node 0"),
         (lambda d: d["graphs"][0]["nodes"][1].update(deps=[99]), "node 1 depends on node 99"),
         (lambda d: d["graphs"][0]["nodes"][1].update(deps=[1]), "node 1 depends on node 1"),
         (lambda d: d["graphs"][0]["nodes"][0].update(kind=5), "graphs.0.nodes.0.kind"),

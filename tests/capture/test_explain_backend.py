@@ -1,8 +1,9 @@
 """Explain, for captures that go through a backend: every code, at the right line, and nothing left behind."""
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 import pytest
@@ -394,7 +395,11 @@ def test_of_several_forks_the_unjoined_ones_are_named(rig: Rig) -> None:
 
 
 def test_a_fork_without_work_needs_no_join(rig: Rig) -> None:
-    assert run(rig, lambda rig: rig.order(rig.main, rig.fork, rig.side)).ok
+    def program(rig: Rig) -> None:
+        rig.work(rig.main)
+        rig.order(rig.main, rig.fork, rig.side)
+
+    assert run(rig, program).ok
 
 
 def test_a_forked_stream_that_was_destroyed(rig: Rig) -> None:
@@ -406,6 +411,102 @@ def test_a_forked_stream_that_was_destroyed(rig: Rig) -> None:
         backend.destroy_stream(third)
 
     assert_first(explain(program, backend=rig.raw), program, 904)
+
+
+# ---- captures without work
+
+
+def test_a_capture_of_nothing_is_no_success(rig: Rig) -> None:
+    """Work on another stream ran at once; the graph does nothing."""
+    found = run(rig, lambda rig: rig.work(rig.side))
+    assert (found.ok, found.captures, found.n_nodes, found.later) == (False, 0, 0, ())
+    assert found.first is not None
+    assert (found.first.code, found.first.site, found.first.stack) == (None, None, ())
+    assert (found.first.before, found.first.after) == ("ACTIVE", "NONE")
+    text = found.to_text()
+    assert "the capture failed\n  what:  nothing was captured: the graph has no nodes\n" in text
+    assert "Work on another stream ran" in text
+    # An error that was caught and broke nothing stays a note.
+    caught = run(rig, caught_and_empty)
+    assert not caught.ok
+    assert "nothing was captured" in caught.to_text()
+    assert len(caught.notes) == 1
+
+
+def caught_and_empty(rig: Rig) -> None:
+    with contextlib.suppress(CudaError):
+        rig.backend.copy_d2d(rig.x.ptr, 1, 64, rig.main)
+
+
+def test_captures_that_the_callable_makes_itself_count(rig: Rig) -> None:
+    """The given stream stays empty: said, and no failure while another graph has nodes."""
+
+    def own(backend: GpuBackend, n: int) -> None:
+        backend.begin_capture(rig.side)
+        for _ in range(n):
+            backend.fill(rig.x.ptr, 1, 64, rig.side)
+        rig.raw.destroy_graph(backend.end_capture(rig.side))
+
+    def program(backend: GpuBackend, stream: Stream) -> None:
+        own(backend, 2)
+        own(backend, 1)
+
+    found = explain(program, backend=rig.raw)
+    assert (found.ok, found.captures, found.n_nodes) == (True, 3, 3)
+    assert found.notes == (
+        "the capture on the given stream stayed empty; the nodes are of captures that it made itself",
+    )
+
+    def both(backend: GpuBackend, stream: Stream) -> None:
+        own(backend, 1)
+        backend.fill(rig.x.ptr, 1, 64, stream)
+
+    assert explain(both, backend=rig.raw).notes == ()
+    assert not explain(lambda backend, stream: own(backend, 0), backend=rig.raw).ok
+
+
+def test_what_a_call_would_not_run_is_refused(rig: Rig, recwarn: pytest.WarningsRecorder) -> None:
+    async def later(backend: GpuBackend, stream: Stream) -> None:
+        raise AssertionError
+
+    def generator(backend: GpuBackend, stream: Stream) -> Iterator[None]:
+        yield
+
+    async def both(backend: GpuBackend, stream: Stream) -> AsyncIterator[None]:
+        yield
+
+    class Later:
+        async def __call__(self, backend: GpuBackend, stream: Stream) -> None:
+            raise AssertionError
+
+    for call, name, made in (
+        (later, "later", "a coroutine"),
+        (functools.partial(later), "an object of functools:partial", "a coroutine"),
+        (Later(), r"an object of test_explain_backend:.*\.Later", "a coroutine"),
+        (generator, "generator", "a generator"),
+        (both, "both", "an asynchronous generator"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: a call of it only makes {made}, and runs nothing"):
+            explain(call, backend=rig.raw)
+
+    async def own() -> None:
+        raise AssertionError
+
+    with pytest.raises(InputError, match="own: a call of it only makes a coroutine"):
+        explain(own, backend=rig.raw, self_capture=True)
+    gc.collect()
+    assert not recwarn.list
+    assert rig.works()
+
+
+def test_an_object_is_named_by_its_type(rig: Rig) -> None:
+    class Step:
+        def __call__(self, backend: GpuBackend, stream: Stream) -> None:
+            backend.fill(rig.x.ptr, 1, 64, stream)
+
+    text = explain(Step(), backend=rig.raw).to_text()
+    assert text.startswith("an object of test_explain_backend:test_an_object")
+    assert text.endswith("Step: captured well, 1 graph of 1 node in all")
 
 
 # ---- what is left behind
@@ -475,6 +576,7 @@ def test_garbage_from_before_does_not_disturb(rig: Rig) -> None:
 
     def program(backend: GpuBackend, stream: Stream) -> None:
         assert freed == [True]
+        backend.fill(rig.x.ptr, 1, 64, stream)
 
     gc.disable()
     try:
@@ -488,11 +590,14 @@ def test_garbage_from_before_does_not_disturb(rig: Rig) -> None:
 
 
 def test_what_is_refused(rig: Rig) -> None:
-    def two(backend: GpuBackend, stream: Stream) -> None: ...
+    def two(backend: GpuBackend, stream: Stream) -> None:
+        backend.fill(rig.x.ptr, 1, 64, stream)
+
     def none() -> None: ...
     def three(a: int, b: int, c: int) -> None: ...
     def keyword(a: int, *, b: int) -> None: ...
-    def optional(backend: GpuBackend, stream: Stream, more: int = 0, *rest: int, **named: int) -> None: ...
+    def optional(backend: GpuBackend, stream: Stream, more: int = 0, *rest: int, **named: int) -> None:
+        two(backend, stream)
 
     for wrong, words in ((none, "takes nothing"), (three, "takes a, b, c"), (keyword, "takes a, b")):
         with pytest.raises(InputError, match=words):

@@ -138,6 +138,11 @@ def test_a_foreign_graph_is_drawn(look: Look) -> None:
     assert document.count('class="node ') == 420
 
 
+def test_long_names_leave_both_columns_of_forks_and_joins_their_half(look: Look) -> None:
+    assert look(foreign_graph(), "graph=decode").count('<table class="halves">') == 2
+    assert ".halves { table-layout: fixed; }" in render_html(foreign_graph())
+
+
 @pytest.mark.parametrize("state", ["", "node=0", "layer=0"])
 def test_hostile_text_is_shown_and_harmless(look: Look, state: str) -> None:
     document = look(hostile(), state)
@@ -150,6 +155,18 @@ def test_hostile_text_is_shown_and_harmless(look: Look, state: str) -> None:
     assert HOSTILE[:50] in panel_of(document)
 
 
-@pytest.mark.parametrize("state", ["node=999", "graph=none", "buffer=none", "layer=77", "kernel=none"])
-def test_a_link_to_nothing_says_so(look: Look, state: str) -> None:
-    assert f"This dump has no {state.replace('=', ' ')}." in panel_of(look(whole_step(), state))
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("node=999", "This dump has no node 999."),
+        ("graph=none", "This dump has no graph none."),
+        ("graph=none&node=22", "This dump has no graph none."),
+        ("graph=8..14&node=999", "Graph 8..14 has no node 999."),
+        ("buffer=none", "This dump has no buffer none."),
+        ("buffer=q&graph=none&node=22", "This dump has no graph none."),
+        ("layer=77", "This dump has no layer 77."),
+        ("kernel=none", "This dump has no kernel none."),
+    ],
+)
+def test_a_link_to_nothing_says_so(look: Look, state: str, said: str) -> None:
+    assert said in panel_of(look(whole_step(), state))

@@ -166,6 +166,9 @@ def test_what_cannot_be_looked_at_is_said() -> None:
         dump = r.dump(r.clean)
         for kind in ("other", "batch memory"):
             one(changed(dump, 1, kind=kind, kernel=None), "not-checked", 1, repr(kind), "not known")
+        one(changed(dump, 1, kernel=None), "not-checked", 1, "does not say what the kernel is about")
+        for kind in ("copy", "fill"):
+            one(changed(dump, 1, kind=kind, kernel=None), "not-checked", 1, f"what the {kind} is about")
         (empty,) = lint(r.dump(lambda: None))
         assert (empty.rule, empty.graph, empty.node) == ("not-checked", "graph", None)
         assert "no nodes" in empty.why

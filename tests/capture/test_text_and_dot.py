@@ -70,6 +70,21 @@ def test_findings_in_words() -> None:
         assert second.startswith("no-label: graph, node 0 copy 0: ")
         assert last == "2 findings: 1 pageable-host, 1 no-label"
         assert render_findings([]) == "nothing found\n"
+        assert render_findings(findings[:1]).splitlines()[-1] == "1 finding: 1 pageable-host"
+
+
+def test_names_are_shown_without_control_characters() -> None:
+    evil = "\x1b]0;gone\x07\nline\r\x9b\u202e\ud800"
+    read = ReadBack(what=evil, nbytes=1)
+    graph = Graph(name=evil, nodes=(Node(index=0, kind=evil, label=evil),), reads_back=(read,))
+    dump = Dump(title=f"{evil} \u00fc \\", made_by={evil: evil}, graphs=(graph,))
+    text = render_text(dump)
+    assert all(line.isprintable() for line in text.splitlines())
+    shown = "\\x1b]0;gone\\x07\\nline\\r\\x9b\\u202e\\ud800"
+    assert text.splitlines()[:3] == [f"{shown} \u00fc \\", f"  {shown}: {shown}", f"{shown}: 1 node, 0 edges"]
+    said = render_findings(lint(dump))
+    assert said.startswith(f"not-checked: {shown}, node 0 {shown}: ")
+    assert all(line.isprintable() for line in said.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,30 @@ def test_a_part_is_one_call(shard: Callable[..., Shard], rules: DirectRules, ali
     reader.close()
 
 
+@pytest.mark.usefixtures("small_windows")
+def test_far_offsets_in_a_sparse_file(tmp_path: Path) -> None:
+    """Beyond 4 GiB, through the window and straight into aligned memory."""
+    path = tmp_path / "sparse"
+    data, far = random_bytes(5 * 4096, 3), 2**32 + 3 * 4096
+    with path.open("wb") as f:
+        f.truncate(far + 2**31)
+        for off in (far, far + 2**31 - len(data)):
+            f.seek(off)
+            f.write(data)
+    need_direct(tmp_path)
+    shard = DirectOnly(path, os.open(path, os.O_RDONLY), path.stat().st_size, {})
+    reader = DirectReader([shard], "on")
+    _, aligned = room(len(data), 0)
+    for off in (far, far + 2**31 - len(data)):
+        for skip in (0, 1543):
+            out = aligned[: len(data) - skip]
+            out[:] = 0xA5
+            reader.read(shard, off + skip, out, "far")
+            assert out.tobytes() == data[skip:]
+    reader.close()
+    shard.close()
+
+
 @pytest.mark.usefixtures("file_system", "small_windows")
 def test_eight_threads(shard: Callable[..., Shard]) -> None:
     data = [random_bytes(100_003, seed) for seed in (1, 2)]

@@ -102,6 +102,11 @@ def test_json_rows_and_formula(trace: Path, capsys: Capsys) -> None:
         capsys, "--trace", trace, "--device-slots", "600,300", "--host-slots", "0,500", "--moves", 3,
         "--promote-after", 2, "--first-used-first", "--pcie-gb-s", 50, "--disk-gb-s", 4, "--compute-ms", 1.5,
     )  # fmt: skip
+    ids = load_route_trace(trace).expert_ids
+    seen = [{(i, e) for i, layer in enumerate(token) for e in layer} for token in ids.tolist()]
+    first = sum(len(seen[t].difference(*seen[:t])) for t in range(40, 120)) / 80
+    assert first > 0
+    assert found["trace"].pop("first_uses_per_token") == first
     assert found["trace"] == {
         "name": str(trace), "tokens": 120, "warm_tokens": 40, "n_layers": 8, "n_experts": 384, "top_k": 6,
         "expert_nbytes": route_facts(PRESETS["tiny"]).expert_nbytes,
@@ -124,6 +129,7 @@ def test_json_rows_and_formula(trace: Path, capsys: Capsys) -> None:
         assert row["ms_per_token"] == pytest.approx(1.5 + row["pcie_ms"] + row["disk_ms"])
         assert row["moves_pcie_ms"] == pytest.approx(row["moves_per_token"] * nbytes / 50e9 * 1e3)
         assert row["moves_per_token"] <= 3
+        assert row["misses_per_token"] >= first
         assert (row["moves_per_token"] > 0) == (row["host_hit_rate"] > 0) == (row["host_slots"] > 0)
         assert row["clean_rate"] == pytest.approx(sum(row["clean_by_segment"]) / 4)
     assert rows[-1]["file_rate"] < rows[0]["file_rate"]
@@ -158,20 +164,37 @@ def test_table_and_picture(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
     lines = result.out.splitlines()
     assert "120 tokens, the first 40 not counted; 8 layers x 384 experts" in lines[0]
     assert lines[1].split() == [
-        "device", "host", "policy", "on", "device", "in", "host", "file", "misses", "moves", "clean", "ms/token"
+        "device", "GiB", "host", "GiB", "policy", "on", "device", "in", "host", "file", "misses", "moves", "clean",
+        "ms/token",
     ]  # fmt: skip
-    assert [line.split()[:3] for line in lines[2:8]] == [
-        [d, "0", p] for d in ("300", "600") for p in ("lru", "oldest", "least-used")
+    assert [line.split()[:5] for line in lines[2:8]] == [
+        [d, "<0.01", "0", "0.00", p] for d in ("300", "600") for p in ("lru", "oldest", "least-used")
     ]
     assert len({len(line) for line in lines[1:8]}) == 1
     heads = next(line for line in lines if line.startswith("device") and "0-1" in line)
     assert heads.split()[3:] == ["0-1", "2-4", "5-6", "7-7"]
     assert FORMULA in result.out
-    assert "compute 8.8 ms, PCIe 54 GB/s, disk 2 GB/s" in lines[-1]
+    assert "a token are the first use of an expert" in lines[-2]
+    assert "compute 8.8 ms (the released model's on an H200; give this model's with --compute-ms), PCIe" in lines[-1]
+    given = run_cli(capsys, "cache-sim", "--trace", trace, "--device-slots", "300", "--compute-ms", 8.8).out
+    assert "compute 8.8 ms, PCIe 54 GB/s, disk 2 GB/s" in given
     texts = [t.text for t in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
     for text in ("lru", "oldest", "least-used", "hit rate in %", "ms a token", "device slots (experts)", "600"):
         assert text in texts
     assert [p.name for p in tmp_path.iterdir()] == ["plot.svg"]
+
+
+def test_the_released_model_has_gib_and_its_own_time(capsys: Capsys) -> None:
+    argv = ("--tokens", 9, "--device-gib", 60, "--host-slots", 1000, "--policies", "lru")
+    out = run_cli(capsys, "cache-sim", "--synthetic", *argv).out
+    assert out.splitlines()[2].split()[:5] == ["3,425", "59.99", "1,000", "17.51", "lru"]  # one device slot is reserved
+    assert "compute 8.8 ms, PCIe 54 GB/s, disk 2 GB/s" in out
+
+
+def test_with_room_for_all_every_miss_is_a_first_use(trace: Path, capsys: Capsys) -> None:
+    for warm in (0, 70):
+        found = simulated(capsys, "--trace", trace, "--device-slots", 3072, "--warm-tokens", warm)
+        assert {row["misses_per_token"] for row in found["rows"]} == {found["trace"]["first_uses_per_token"]}
 
 
 def test_the_picture_is_over_the_slots_that_differ(trace: Path, tmp_path: Path, capsys: Capsys) -> None:
@@ -248,7 +271,8 @@ def test_help_says_how_time_is_counted(capsys: Capsys) -> None:
         (["--device-slots", "5"], ["5 device and 0 host slots", "6"]),
         (["--device-slots", "99", "--policies", "lru,best"], ["--policies", "'best'", "least-used"]),
         (["--device-slots", "99", "--evict-random-pct", "101"], ["evict_random_pct", "101"]),
-        (["--device-slots", "99", "--moves", "-1"], ["moves", "-1"]),
+        (["--device-slots", "99", "--moves", "-1"], ["--moves must be at least 0, is -1"]),
+        (["--device-slots", "99", "--warm-tokens", "-1"], ["--warm-tokens must be at least 0, is -1"]),
         (["--device-slots", "99", "--warm-tokens", "120"], ["120 warm-up tokens of 120"]),
         (["--device-slots", "99", "--pcie-gb-s", "0"], ["--pcie-gb-s", "0"]),
         (["--device-slots", "99", "--disk-gb-s", "nan"], ["--disk-gb-s", "nan"]),

@@ -49,7 +49,11 @@ def test_inspect_as_json_is_a_dump(capsys: Capsys, saved: Path, tmp_path: Path) 
 @pytest.mark.parametrize(("name", "begins"), [("d.html", "<!"), ("d.dot", "digraph"), ("d.json", '{"schema"')])
 def test_files_by_their_ending(capsys: Capsys, saved: Path, tmp_path: Path, name: str, begins: str) -> None:
     path = tmp_path / name
-    assert run_cli(capsys, "capture", "inspect", "--dump", saved, "--out", path).code == 0
+    result = run_cli(capsys, "capture", "inspect", "--dump", saved, "--out", path)
+    assert (result.code, result.out.splitlines()[-1]) == (0, f"{path}: written")
+    assert run_cli(capsys, "capture", "lint", "--dump", saved, "--out", path).out == f"nothing found\n{path}: written\n"
+    silent = run_cli(capsys, "capture", "inspect", "--dump", saved, "--out", path, "--json").out
+    assert json.loads(silent)["title"] == "step graph of micro"
     text = path.read_text(encoding="utf-8")
     assert text.lower().startswith(begins)
     assert "snapshot" in text
@@ -70,7 +74,7 @@ def test_lint_of_a_dump_and_of_a_checkpoint(
     foreign.write_text(saved.read_text(encoding="utf-8").replace("L02.snapshot", "L02.save"), encoding="utf-8")
     found = run_cli(capsys, "capture", "lint", "--dump", foreign)
     assert (found.code, found.err) == (1, "")
-    assert found.out.splitlines()[-1] == "1 findings: 1 copy-node"
+    assert found.out.splitlines()[-1] == "1 finding: 1 copy-node"
     assert re.search(r"^copy-node: segment 1, node \d+ L02\.save: ", found.out, re.MULTILINE)
     quiet = run_cli(capsys, "capture", "lint", "--dump", foreign, "--skip", "copy-node")
     assert (quiet.code, quiet.out) == (0, "nothing found\n")
@@ -177,6 +181,14 @@ def test_refusals_of_lint_alone(capsys: Capsys, saved: Path, tmp_path: Path) -> 
     result = run_cli(capsys, "capture", "lint", "--dump", saved, "--skip", "no-such")
     assert_refused(result, 2, "--skip no-such", "copy-node")
     assert_refused(run_cli(capsys, "capture", "lint", tmp_path, "--later", saved), 2, "--later goes with --dump")
+
+
+def test_names_in_a_refusal_are_shown_without_control_characters(capsys: Capsys, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "evil.json"
+    path.write_text(saved.read_text(encoding="utf-8").replace('"segment 1"', '"\\u001b[2J"'), encoding="utf-8")
+    assert_refused(
+        run_cli(capsys, "capture", "inspect", "--dump", path, "--segment", 1), 2, "has segment 0, \\x1b[2J, segment 3"
+    )
 
 
 def test_a_failed_run_leaves_no_file(capsys: Capsys, tmp_path: Path) -> None:

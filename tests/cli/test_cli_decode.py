@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +119,7 @@ def test_max_new_0_only_processes_the_prompt(
     got = decode_json(capsys, micro, "--prompt-ids", IDS, "--max-new", 0, "--logits-out", out)
     assert (got["tokens"], got["positions"]) == ([], 4)
     assert np.array_equal(np.load(out), expected[1][:4])
-    assert run_cli(capsys, "decode", micro, "--prompt-ids", IDS, "--max-new", 0).out == "\n"
+    assert run_cli(capsys, "decode", micro, "--prompt-ids", IDS, "--max-new", 0).out == ""
 
 
 def test_max_new_1_feeds_nothing_back(
@@ -175,6 +178,31 @@ def test_prompt_text(micro: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens, text = result.out.split("\n", 1)
     assert tokens == ",".join(map(str, by_ids["tokens"]))
     assert text == tokenizer.decode(by_ids["tokens"]) + "\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_text_that_the_terminal_cannot_show(micro: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """It is shown with escapes; in a process of its own, whose outputs have the encoding."""
+    script = "import sys; import ds41rt.tools.decode as d; from ds41rt.cli import main\n"
+    script += "class T:\n  def decode(self, ids): return 'h\\u00e9\\ud800'\n"
+    script += "d.prompt_of = lambda *_: [1]; d.load_tokenizer = lambda _: T(); sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "decode", str(micro), "--prompt", "x", "--max-new", "2", "--ignore-eos"],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = "h\\xe9\\ud800" if encoding == "ascii" else "h\u00e9\\ud800"
+    assert done.stdout.decode().splitlines()[1] == shown
+
+
+def test_closed_outputs(micro: Path) -> None:
+    """As `>&-` leaves them: who closes them wants no output, and gets the exit code."""
+    command = f"{shlex.quote(sys.executable)} -m ds41rt decode {shlex.quote(str(micro))} --max-new 1 --prompt-ids"
+    for ids, closed, code in (("1", ">&-", 0), ("1", ">&- 2>&-", 0), ("288", ">&- 2>&-", 2)):
+        done = subprocess.run(["sh", "-c", f"{command} {ids} {closed}"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_prompt_text_without_the_extra(
@@ -271,7 +299,7 @@ def test_context_is_used_to_the_last_position(
     got = decode_json(capsys, micro, "--prompt-ids", IDS, "--max-new", 8, "--max-context", 11, "--ignore-eos")
     assert got["tokens"] == expected[0]
     result = run_cli(capsys, "decode", micro, "--prompt-ids", IDS, "--max-new", 9, "--max-context", 11)
-    assert_refused(result, 2, "12 positions", "11", "--max-context")
+    assert_refused(result, 2, "12 positions", "11", "max_context", "DS41RT_MAX_CONTEXT")
 
 
 def test_two_tiers_reading_ahead_and_the_adaptive_mode(

@@ -25,7 +25,16 @@ def waits(backend, stream):
 
 
 def prints(backend, stream):
+    good(backend, stream)
     print("from the callable")
+
+
+def nothing(backend, stream):
+    pass
+
+
+async def later(backend, stream):
+    pass
 
 
 def of_a_stream(stream):
@@ -74,7 +83,7 @@ def test_a_callable_that_is_captured_well(folder: Path, capsys: pytest.CaptureFi
     for function in ("good", "Group.good"):
         done = explain(capsys, function)
         assert (done.code, done.err) == (0, "")
-        assert done.out == f"programs_to_explain:{function}: captured well, 1 graph of 1 nodes in all\n"
+        assert done.out == f"programs_to_explain:{function}: captured well, 1 graph of 1 node in all\n"
 
 
 def test_a_callable_that_breaks_its_capture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +119,17 @@ def test_one_json_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert done.err == "from the callable\n"
 
 
+def test_a_callable_that_captures_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = explain(capsys, "nothing")
+    assert (done.code, done.err) == (1, "")
+    assert done.out.startswith("programs_to_explain:nothing: the capture failed\n  what:  nothing was captured")
+    found = json.loads(explain(capsys, "nothing", "--json").out)
+    assert (found["ok"], found["captures"], found["n_nodes"]) == (False, 0, 0)
+    refused = explain(capsys, "later")
+    assert_refused(refused, 2, "programs_to_explain:later: a call of it only makes a coroutine")
+    assert "never awaited" not in refused.err
+
+
 def test_a_callable_without_a_backend_is_run_on_the_driver(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +140,9 @@ def test_a_callable_without_a_backend_is_run_on_the_driver(
         return HostBackend(), ""
 
     monkeypatch.setattr("ds41rt.tools.capture_explain.open_backend", opened)
-    assert explain(capsys, "of_a_stream").code == 0
-    assert explain(capsys, "of_a_stream", "--backend", "auto").code == 0
+    for options in ((), ("--backend", "auto")):
+        done = explain(capsys, "of_a_stream", *options)
+        assert (done.code, "nothing was captured" in done.out) == (1, True)
     assert asked == ["cuda", "cuda"]
     assert_refused(explain(capsys, "of_nothing", "--self-capture"), 2, "began no capture", "PyTorch's current stream")
     assert_refused(explain(capsys, "of_a_stream", "--backend", "host"), 2, "takes no backend", "--backend host")

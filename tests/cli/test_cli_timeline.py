@@ -33,6 +33,14 @@ def test_table_and_file(micro: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert written["otherData"]["mode"] == "eager"
 
 
+def test_a_mode_of_the_environment_is_told(
+    micro: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS41RT_ADAPTIVE", "1")
+    argv = ("--prompt-ids", "5", "--tokens", 1, "--out", tmp_path / "t.json", "--json")
+    assert json.loads(run_cli(capsys, "timeline", micro, *argv).out)["mode"] == "adaptive"
+
+
 def test_json(micro: Path, tmp_path: Path, capsys: Capsys) -> None:
     out = tmp_path / "t.json"
     argv = ("--prompt-ids", "5,17", "--tokens", 4, "--out", out, "--mode", "step-graph", "--expert-slots", 8)
@@ -56,7 +64,7 @@ def test_json(micro: Path, tmp_path: Path, capsys: Capsys) -> None:
         (["--prompt-ids", "1,x"], ["--prompt-ids", "'x'"]),
         (["--prompt-ids", "1,288"], ["288", "0..287"]),
         (["--prompt-ids", "1", "--expert-slots", "2"], ["2 expert slots"]),
-        (["--prompt-ids", "1", "--max-context", "4", "--tokens", "4"], ["--max-context", "5 positions"]),
+        (["--prompt-ids", "1", "--max-context", "4", "--tokens", "4"], ["max_context", "5 positions"]),
         (["--prompt-ids", "1", "--schedule", "fast"], ["schedule", "'fast'"]),
     ],
 )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ def test_module_and_script_are_the_same_command() -> None:
     for command in ([sys.executable, "-m", "ds41rt"], [str(script)]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout == f"ds41rt {__version__}\n"
+
+
+def test_verbose_is_taken_before_and_after_the_command(capsys: Capsys) -> None:
+    golden = TINY_A / "checkpoint"
+    for argv in (["-v", "decode", golden], ["decode", golden, "-v"], ["-v", "decode", golden, "--verbose"]):
+        result = run_cli(capsys, *argv, "--prompt-ids", "1", "--max-new", 1)
+        assert result.code == 0
+        assert "backend chosen" in result.err
+    assert "backend chosen" not in run_cli(capsys, "decode", golden, "--prompt-ids", "1", "--max-new", 1).err
+    assert "-v, --verbose" in run_cli(capsys, "capture", "lint", "--help").out
 
 
 # ---- synth
@@ -114,8 +125,11 @@ def test_verify_needs_a_golden_directory(tmp_path: Path, capsys: Capsys) -> None
         assert_refused(run_cli(capsys, "verify", tmp_path / "g"), 2, *words)
 
     run = tmp_path / "g" / "run.npz"
-    refused(str(run), "is missing")
+    refused(str(run.parent), "has no run.npz", "for example tests/goldens/tiny-a")
     run.parent.mkdir()
+    assert_refused(
+        run_cli(capsys, "verify", TINY_A.parent), 2, "has no run.npz; give a golden directory: ", str(TINY_A)
+    )
     run.write_bytes(b"no archive")
     refused(str(run), "not an npz file")
     whole = (TINY_A / "run.npz").read_bytes()
@@ -208,6 +222,7 @@ def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     host, files = found["host_tier"], found["file_tier"]
+    assert 360 * files["expert_nbytes"] < files["file_nbytes"] < 4e6
     assert (host["falls"], host["misses"], host["hits_per_token"]) == (0, 0, 24)
     assert (files["experts"], files["at_a_time"]) == (360, 6)
     assert min(found["touches_us"], host["host_us"], files["gb_per_s"], files["plain_gb_per_s"]) > 0
@@ -215,12 +230,51 @@ def test_bench_streaming_on_the_simulated_device(tmp_path: Path, capsys: Capsys)
 
 
 @pytest.mark.parametrize(
-    "options", [("--tokens", 0), ("--threads", 0), ("--disk-gb", 0), ("--experts-per-layer", 5), ("--layers", 99)]
+    "options",
+    [
+        ("--tokens", 0),
+        ("--tokens", 5000),
+        ("--threads", 0),
+        ("--threads", 65),
+        ("--disk-gb", 0),
+        ("--disk-gb", "inf"),
+        ("--experts-per-layer", 5),
+        ("--layers", 99),
+    ],
 )
-def test_bench_streaming_refuses(tmp_path: Path, capsys: Capsys, options: tuple[str, int]) -> None:
+def test_bench_streaming_refuses_before_it_measures(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, options: tuple[str, object]
+) -> None:
+    def no_work(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a backend was opened")
+
+    monkeypatch.setattr("ds41rt.tools.bench_streaming.open_backend", no_work)
     assert_refused(
         run_cli(capsys, "bench-streaming", "--preset", "tiny", "--disk", tmp_path, *options), 2, str(options[1])
     )
+
+
+@pytest.mark.parametrize(("host_us", "said"), [(90.0, None), (100.0, None), (340.0, 10.0)])
+def test_bench_streaming_says_what_it_cannot_measure(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, host_us: float, said: float | None
+) -> None:
+    """A token that is no slower with all its 24 hits in host memory gives no cost of a hit. The file is cut to the
+    model's experts, and the size of that one is shown."""
+    stats = SimpleNamespace(falls={}, misses=0)
+
+    def timed(backend: object, source: object, per_layer: int, tokens: int, slots: tuple[int, int]) -> object:
+        return (host_us if slots[1] else 100.0), stats
+
+    monkeypatch.setattr("ds41rt.tools.bench_streaming._token_us", timed)
+    argv = ("bench-streaming", "--preset", "tiny", "--layers", 4, "--tokens", 1, "--disk", tmp_path, "--disk-gb", 9e9)
+    found = json.loads(run_cli(capsys, *argv, "--json").out)
+    assert found["host_tier"]["us_per_hit"] == said
+    assert (found["host_tier"]["times_link"] is None) == (said is None)
+    out = run_cli(capsys, *argv).out
+    assert ("not measurable here" in out) == (said is None)
+    assert ("10 us a hit = " in out) == (said is not None)
+    nbytes = found["file_tier"]["file_nbytes"]
+    assert f"360 experts in a file of {nbytes / 1e6:.2f} MB, 6 at a time" in out
 
 
 @pytest.mark.parametrize("option", ["--threads", "--disk-gb"])

@@ -108,6 +108,13 @@ def test_runs(micro: Path, capsys: Capsys) -> None:
     ]  # fmt: skip
 
 
+def test_the_mode_of_each_run_is_told(micro: Path, capsys: Capsys) -> None:
+    result = diff(capsys, micro, "--prompt-ids", IDS, "--max-new", 0, "--modes", "eager,adaptive")
+    a, b = result.out.splitlines()[:2]
+    assert "mode eager, " in a
+    assert "mode adaptive, " in b
+
+
 def test_runs_that_part(micro: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second engine has one bit of a weight changed."""
     opened = 0
@@ -147,7 +154,7 @@ def test_runs_that_part(micro: Path, capsys: Capsys, monkeypatch: pytest.MonkeyP
         (["MICRO", "--prompt-ids", "1", "--expert-slots", "8,x"], ["--expert-slots", "'8,x'"]),
         (["MICRO", "--prompt-ids", "1", "--expert-slots", "1,2,3"], ["--expert-slots"]),
         (["MICRO", "--prompt-ids", "1", "--expert-slots", "2"], ["2 expert slots", "working set of 3"]),
-        (["MICRO", "--prompt-ids", "1", "--max-context", "8", "--max-new", "9"], ["--max-context", "9 positions"]),
+        (["MICRO", "--prompt-ids", "1", "--max-context", "8", "--max-new", "9"], ["max_context", "9 positions"]),
     ],
 )
 def test_refusals(

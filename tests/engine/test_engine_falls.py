@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from engine_harness import SCHEDULES, Checkpoints, Pick, Reference, Run, check_counters, check_trace, reference
 
+from ds41rt.checkpoint.synth import synthesize
+from ds41rt.checkpoint.synth_presets import PRESETS
+from ds41rt.config import ModelConfig
 from ds41rt.moe.plan import FetchPlan
 from ds41rt.trace.record import TraceRecorder
 
@@ -46,6 +49,27 @@ def test_a_miss_at_every_set_of_layers(checkpoint: Checkpoints, schedule: str) -
                     absent = [(layer, expert) for layer in layers for expert in picks[layer][some]]
                     run.starve(absent)
                     step_and_compare_falls(run, absent)
+        run.check_table()
+        check_counters(run)
+
+
+def test_a_miss_where_the_last_segment_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer is no owner, as in the released model: what fell before it has to run again up to the end."""
+    shape = PRESETS["micro"].model_dump() | {
+        "n_layers": 6,
+        "compress_ratios": (0, 0, 2, 2, 2, 2),
+        "kv_source_layers": (2,),
+        "index_source_layers": (2,),
+        "candidate_source_layer": 2,
+    }
+    monkeypatch.setitem(PRESETS, "long-tail", ModelConfig(**shape))
+    synthesize(tmp_path / "model", "long-tail", 1)
+    with starved_run(reference(tmp_path / "model")) as run:
+        assert sorted(run.engine.machine.owners) == [0, 2]
+        for layers in [*((i,) for i in range(6)), *combinations(range(6), 2)]:
+            absent = [(layer, run.picks()[layer][0]) for layer in layers]
+            run.starve(absent)
+            step_and_compare_falls(run, absent)
         run.check_table()
         check_counters(run)
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -97,6 +97,73 @@ def test_wrong_handles(checkpoint: Checkpoints) -> None:
         Engine.open(checkpoint("micro"), max_contxt=3)
     with pytest.raises(ConfigError, match="expert_cache_gib"):
         Engine.open(checkpoint("micro"), expert_cache_gib=1e300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"expert_slots": "10"}, ConfigError, "expert_slots='10': give a whole number"),
+        ({"expert_slots": 10.5}, ConfigError, "expert_slots=10.5: give a whole number"),
+        ({"expert_slots": np.int64(9)}, ConfigError, r"expert_slots=np.int64\(9\): give a whole number"),
+        ({"expert_slots": True}, ConfigError, "expert_slots=True: give a whole number"),
+        ({"host_slots": "1"}, ConfigError, "host_slots='1': give a whole number"),
+        ({"backend": 3}, InputError, "backend=3: give 'auto', 'host', 'cuda' or an open backend"),
+        ({"schedule": 3}, InputError, "schedule=3: give 'lazy'"),
+        ({"expert_slots": 9, "expert_cache_gib": 1.0}, InputError, "give expert_slots or expert_cache_gib, not both"),
+        ({"host_slots": 0, "host_cache_gib": 0.0}, InputError, "give host_slots or host_cache_gib, not both"),
+    ],
+)
+def test_wrong_arguments_of_open(
+    checkpoint: Checkpoints, arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Engine.open(checkpoint("micro"), **arguments)
+
+
+def test_a_path_that_is_none() -> None:
+    with pytest.raises(InputError, match="path=3: give the directory"):
+        Engine.open(cast(Any, 3))
+
+
+def test_slots_go_before_the_environments_budget(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS41RT_EXPERT_CACHE_GIB", "1")
+    with Engine.open(checkpoint("micro"), expert_slots=9) as engine:
+        assert engine.stats().expert_slots == 9
+
+
+def test_wrong_arguments_of_an_open_engine(checkpoint: Checkpoints) -> None:
+    with Engine.open(checkpoint("micro"), backend="host") as opened:
+        engine: Any = opened
+        seq = engine.new_sequence()
+        for layer, experts, said in (
+            (0, "x", "expert 'x': give an integer"),
+            (0, [1, 1.5], "expert 1.5: give an integer"),
+            ("0", [1], "layer '0': give an integer"),
+            (0, 5, "experts 5: give a list"),
+            (0, (e for e in [1]), "experts <generator"),
+        ):
+            with pytest.raises(InputError, match=said):
+                engine.preload(layer, experts)
+        for tokens, said in (((t for t in [1]), "tokens <generator"), (5, "tokens 5: give a list"), ("ab", "id 'a'")):
+            with pytest.raises(InputError, match=said):
+                engine.prefill(seq, tokens)
+        with pytest.raises(InputError, match="None is no sequence"):
+            engine.prefill(None, [1])
+        engine.preload(0, np.arange(3))
+        engine.prefill(seq, np.array([1, 2]))
+        assert seq.position == 2
+
+
+def test_names_for_people(checkpoint: Checkpoints) -> None:
+    path = checkpoint("micro")
+    for mode in ("eager", "step-graph", "adaptive"):
+        with Engine.open(path, mode=cast(Any, mode), backend="host") as engine:
+            assert repr(engine) == f"<Engine {path}, {mode}, host, open>"
+            seq = engine.new_sequence()
+            engine.decode_step(seq, 5)
+            assert repr(seq) == "<DecodeSequence 1 at position 1>"
+        assert repr(engine) == f"<Engine {path}, {mode}, host, closed>"
+        assert repr(seq) == "<DecodeSequence 1 closed>"
 
 
 def test_a_sequence_of_a_failed_engine_closes_quietly(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,23 +38,23 @@ def slots(budget: Budget) -> tuple[int, int]:
         (Asked(expert_cache_gib=21 / 1024, host_cache_gib=0.0), (20, 0)),
         (Asked(expert_cache_gib=0.0, host_cache_gib=10 / 1024), (0, 10)),
         (Asked(expert_cache_gib=0.0), (0, ALL)),
-        (Asked(host_slots=4, host_cache_gib=1.0), (78, 4)),
+        (Asked(host_slots=4, host_cache_gib=1.0), (72, 4)),
     ],
 )
 def test_as_asked(asked: Asked, want: tuple[int, int]) -> None:
-    """By default the device takes 100 slots less 8 for sequences, an eighth (12.5) in reserve, and slot 0."""
+    """By default the device takes 100 slots less 8 for sequences, an eighth (12.5) in reserve, slot 0, 6 for copies."""
     assert slots(plan(asked)) == want
 
 
 def test_the_default_leaves_room_and_puts_the_rest_on_the_host() -> None:
-    assert slots(plan(Asked())) == (78, ALL - 78)
-    assert slots(plan(Asked(), available=600)) == (78, 300)  # half of what is available
-    assert slots(plan(Asked(), available=0)) == (78, 0)
+    assert slots(plan(Asked())) == (72, ALL - 72)
+    assert slots(plan(Asked(), available=600)) == (72, 300)  # half of what is available
+    assert slots(plan(Asked(), available=0)) == (72, 0)
     assert slots(plan(Asked(), free=8000)) == (ALL, 0)  # everything fits: no host tier
     # the reserve is never more than half a GiB
     memory = Memory(40 * GIB, 0, 0, False)
     budget = plan_budget(Asked(), memory, n_experts=10**6, top_k=TOP_K, slot_nbytes=SLOT)
-    assert budget.device_slots == 40 * 1024 - 512 - 1
+    assert budget.device_slots == 40 * 1024 - 512 - 1 - TOP_K
     assert str(40 * GIB) in budget.device_reason
 
 

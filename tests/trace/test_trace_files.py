@@ -10,11 +10,11 @@ import pytest
 
 from ds41rt.checkpoint.synth_presets import PRESETS
 from ds41rt.config import ModelConfig
-from ds41rt.engine import Engine
+from ds41rt.engine import Engine, Mode
 from ds41rt.errors import InputError
 from ds41rt.trace.compare import checks, first_difference, values
 from ds41rt.trace.file import PARTS, Trace, layout, load_trace, selection_name
-from ds41rt.trace.record import TraceRecorder
+from ds41rt.trace.record import TraceRecorder, mode_of
 
 CFG = PRESETS["micro"]
 N = 6
@@ -60,6 +60,14 @@ def test_a_file_gives_the_trace_back(tmp_path: Path) -> None:
     for name, array in trace.arrays.items():
         assert array.tobytes() == again.arrays[name].tobytes(), name
     assert first_difference(trace, again) is None
+
+
+@pytest.mark.parametrize("mode", ["eager", "step-graph", "adaptive"])
+def test_the_mode_is_the_engines(checkpoint: Callable[[str], Path], mode: Mode) -> None:
+    with Engine.open(checkpoint("micro"), mode=mode, backend="host", device_route=True) as engine:
+        assert mode_of(engine) == mode
+    with Engine.open(checkpoint("micro"), mode=mode, backend="host", device_route=False) as engine:
+        assert mode_of(engine) == "eager"  # experts that the host routes are not captured
 
 
 def test_what_the_recorder_makes_is_what_a_file_must_hold(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

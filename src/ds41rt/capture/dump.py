@@ -5,11 +5,14 @@ comes from, nor what is right or wrong about it.
 """
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
+from ds41rt.capture.words import visible
 from ds41rt.errors import InputError
 
 SCHEMA = "ds41rt.capture"
@@ -203,6 +206,12 @@ class Dump(_Record):
         return self.model_dump_json(by_alias=True, exclude_defaults=False) + "\n"
 
 
+def check_dump(given: object) -> None:
+    """Raises `InputError` for anything but a dump: these functions are called by hand, with what a file is called."""
+    if not isinstance(given, Dump):
+        raise InputError(f"{reprlib.repr(given)} is no Dump; inspect_graph makes one, load_dump reads one from a file")
+
+
 def parse_dump(text: str | bytes, where: str) -> Dump:
     """A dump from its JSON text. Raises `InputError` naming `where`, and what is wrong with it."""
     try:
@@ -212,7 +221,10 @@ def parse_dump(text: str | bytes, where: str) -> Dump:
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise InputError(f"{where}: is not a capture dump: there is no field schema = {SCHEMA!r}")
     version = raw.get("version")
-    if isinstance(version, int) and version > VERSION:
+    if type(version) is not int or version < 1:
+        found = "is missing" if "version" not in raw else f"is {reprlib.repr(version)}"
+        raise InputError(f"{where}: is a damaged capture dump: version {found}, must be a whole number from 1 on")
+    if version > VERSION:
         raise InputError(
             f"{where}: has version {version} of the dump schema, this build reads up to {VERSION}; update ds41rt"
         )
@@ -220,13 +232,25 @@ def parse_dump(text: str | bytes, where: str) -> Dump:
         return Dump.model_validate(raw)
     except ValidationError as e:
         first = e.errors()[0]
-        at = ".".join(map(str, first["loc"])) or "the dump"
-        raise InputError(f"{where}: is a damaged capture dump: {at}: {first['msg']}") from e
+        at = visible(".".join(map(str, first["loc"]))) or "the dump"
+        raise InputError(f"{where}: is a damaged capture dump: {at}: {_said(first)}") from e
 
 
-def load_dump(path: Path) -> Dump:
+def _said(error: ErrorDetails) -> str:
+    """What is wrong, in our words where the schema's are about its own."""
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "extra_forbidden":
+        return "is no field of the schema"
+    if error["type"] == "value_error":  # ours already
+        return str(error["ctx"]["error"])
+    wanted = error["msg"][:1].lower() + error["msg"][1:]
+    return f"is {reprlib.repr(error['input'])}; {wanted.replace('input should', 'it should')}"
+
+
+def load_dump(path: str | Path) -> Dump:
     """A dump from a file. Raises `InputError` for a file that cannot be read or is no dump of a version we know."""
     try:
-        return parse_dump(path.read_bytes(), str(path))
+        return parse_dump(Path(path).read_bytes(), str(path))
     except OSError as e:
         raise InputError(f"{path}: cannot be read: {e.strerror}") from e

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds41rt.capture.dump import Dump, Graph, Kernel, Node, Param, Place
+from ds41rt.capture.dump import Dump, Graph, Kernel, Node, Param, Place, check_dump
 from ds41rt.capture.finding import name_of
+from ds41rt.capture.words import visible
 
 Change = tuple[str, str, str]
 """What (a parameter's name, "grid", ...), and its value before and after."""
@@ -70,14 +71,31 @@ class DumpDiff:
 
     def to_text(self) -> str:
         """For people, a line a difference."""
-        return "\n".join(_lines(self)) + "\n"
+        return "\n".join(map(visible, _lines(self))) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What both dumps say beside their nodes: whether an address means the same in both, and whose memory was freed."""
+
+    same_addresses: bool
+    freed_before: frozenset[str]
+    freed_after: frozenset[str]
+
+    @classmethod
+    def of(cls, before: Dump, after: Dump, *, same_addresses: bool) -> "Sides":
+        freed = [frozenset(r.name for r in dump.ranges if r.freed) for dump in (before, after)]
+        return cls(same_addresses, *freed)
 
 
 def diff(before: Dump, after: Dump) -> DumpDiff:
-    """Compare two dumps. Graphs are matched by name."""
+    """Compare two dumps. Graphs are matched by name. Raises `InputError` for what is no dump."""
+    check_dump(before)
+    check_dump(after)
     same = _same_addresses(before, after)
+    sides = Sides.of(before, after, same_addresses=same)
     olds, news = {g.name: g for g in before.graphs}, {g.name: g for g in after.graphs}
-    graphs = [diff_graphs(old, news[name], same_addresses=same) for name, old in olds.items() if name in news]
+    graphs = [diff_graphs(old, news[name], sides) for name, old in olds.items() if name in news]
     return DumpDiff(
         before.title,
         after.title,
@@ -89,13 +107,13 @@ def diff(before: Dump, after: Dump) -> DumpDiff:
     )
 
 
-def diff_graphs(before: Graph, after: Graph, *, same_addresses: bool) -> GraphDiff:
+def diff_graphs(before: Graph, after: Graph, sides: Sides) -> GraphDiff:
     pairs = match_nodes(before, after)
     twin = {old.index: new.index for old, new in pairs}
     matched = set(twin.values())
     changed = []
     for old, new in pairs:
-        changes = node_changes(old, new, same_addresses=same_addresses)
+        changes = node_changes(old, new, sides)
         # Behind a node that is gone, only what is left of the order can be compared.
         deps = {twin[dep] for dep in old.deps if dep in twin}
         if deps != {dep for dep in new.deps if dep in matched}:
@@ -146,25 +164,25 @@ def common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]
     return pairs[::-1]
 
 
-def node_changes(old: Node, new: Node, *, same_addresses: bool) -> list[Change]:
+def node_changes(old: Node, new: Node, sides: Sides) -> list[Change]:
     """What two nodes of one kind bake differently."""
     found: list[Change] = []
     if old.stream != new.stream:
         found.append(("stream", str(old.stream), str(new.stream)))
     if old.kernel is not None and new.kernel is not None:
-        found += _kernel(old.kernel, new.kernel, same_addresses)
+        found += _kernel(old.kernel, new.kernel, sides)
     if old.copy_ is not None and new.copy_ is not None:
         found += _scalar("bytes", old.copy_.nbytes, new.copy_.nbytes)
-        found += _place("dst", old.copy_.dst, new.copy_.dst, same_addresses)
-        found += _place("src", old.copy_.src, new.copy_.src, same_addresses)
+        found += _place("dst", old.copy_.dst, new.copy_.dst, sides)
+        found += _place("src", old.copy_.src, new.copy_.src, sides)
     if old.fill is not None and new.fill is not None:
         found += _scalar("value", old.fill.value, new.fill.value)
         found += _scalar("bytes", old.fill.nbytes, new.fill.nbytes)
-        found += _place("dst", old.fill.dst, new.fill.dst, same_addresses)
+        found += _place("dst", old.fill.dst, new.fill.dst, sides)
     return found
 
 
-def _kernel(old: Kernel, new: Kernel, same: bool) -> Iterator[Change]:
+def _kernel(old: Kernel, new: Kernel, sides: Sides) -> Iterator[Change]:
     yield from _scalar("grid", old.grid, new.grid)
     yield from _scalar("block", old.block, new.block)
     yield from _scalar("dynamic shared memory", old.shared_nbytes, new.shared_nbytes)
@@ -176,21 +194,21 @@ def _kernel(old: Kernel, new: Kernel, same: bool) -> Iterator[Change]:
         yield "parameters", _layout(old.params), _layout(new.params)
         return
     for a, b in zip(old.params, new.params, strict=True):
-        yield from _param(a, b, same)
+        yield from _param(a, b, sides)
 
 
 def _layout(params: tuple[Param, ...] | None) -> str:
     return "unknown" if params is None else ", ".join(f"{p.name or p.off}:{p.nbytes}" for p in params)
 
 
-def _param(a: Param, b: Param, same: bool) -> Iterator[Change]:
+def _param(a: Param, b: Param, sides: Sides) -> Iterator[Change]:
     what = a.name or f"parameter at {a.off}"
     if a.place is not None and b.place is not None:
-        yield from _place(what, a.place, b.place, same)
+        yield from _place(what, a.place, b.place, sides)
         return
     inner, others = {at.off: at.place for at in a.inside}, {at.off: at.place for at in b.inside}
     for off in sorted(inner.keys() & others.keys()):
-        yield from _place(f"{what}, byte {off}", inner[off], others[off], same)
+        yield from _place(f"{what}, byte {off}", inner[off], others[off], sides)
     if _plain(a, inner) != _plain(b, others):
         yield what, _value(a), _value(b)
 
@@ -209,11 +227,20 @@ def _value(param: Param) -> str:
     return f"bytes {param.raw}" if param.value is None else str(param.value)
 
 
-def _place(what: str, a: Place, b: Place, same: bool) -> Iterator[Change]:
+def _place(what: str, a: Place, b: Place, sides: Sides) -> Iterator[Change]:
+    freed = (a.owner in sides.freed_before, b.owner in sides.freed_after)
     keys = [(p.owner, p.owner_off, p.nbytes, p.space, p.access) for p in (a, b)]
     # Of an address that nobody owns nothing is known but its number.
-    if keys[0] != keys[1] or (same and a.addr != b.addr):
-        yield what, _where(a), _where(b)
+    if keys[0] == keys[1] and freed[0] == freed[1] and not (sides.same_addresses and a.addr != b.addr):
+        return
+    said = []
+    for place, gone in zip((a, b), freed, strict=True):
+        text = _where(place) + (" (freed)" if gone else "")
+        # What is the same mostly, and tells nothing then. Of freed memory nobody knows the space.
+        text += f", {place.space} memory" if a.space != b.space and not any(freed) and place.owner is not None else ""
+        text += f", access {place.access or 'unknown'}" if a.access != b.access else ""
+        said.append(text)
+    yield what, said[0], said[1]
 
 
 def _where(place: Place) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from ds41rt.capture.dump import Copy, Dump, Fill, Graph, Kernel, Node, Param, Place, Range, ReadBack
+from ds41rt.capture.dump import Copy, Dump, Fill, Graph, Kernel, Node, Param, Place, Range, ReadBack, check_dump
 from ds41rt.capture.finding import Finding
 from ds41rt.capture.layout import Layout, lay_out
 from ds41rt.capture.summary import short_name, summarise
@@ -29,8 +29,10 @@ _EXACT = 2**53 - 1  # the largest integer up to which JavaScript's numbers hold 
 def render_html(dump: Dump, findings: Sequence[Finding] = ()) -> str:
     """The page, ASCII only; the same bytes for the same dump and findings.
 
-    Raises `InputError` for a graph with a circle, and for a finding about a node that the dump does not have.
+    Raises `InputError` for a graph with a circle, for a finding about a node that the dump does not have, and for what
+    is no dump.
     """
+    check_dump(dump)
     script = "\n".join(map(_asset, _SCRIPTS))
     style = _asset("page.css")
     parts = {

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ds41rt.capture.dump import Copy, Dump, Graph, Node, Param, Place, Range
-from ds41rt.capture.dump_diff import match_nodes, node_changes
+from ds41rt.capture.dump import Copy, Dump, Graph, Node, Param, Place, Range, check_dump
+from ds41rt.capture.dump_diff import Sides, match_nodes, node_changes
 from ds41rt.capture.finding import Finding, name_of
 from ds41rt.capture.order import ancestors, conflicts, leaves
 
@@ -43,6 +43,7 @@ class _View:
         self.graph = graph
         self.complete = dump.complete
         self.compared = later is not None
+        self.sides = Sides.of(dump, later or dump, same_addresses=True)
         self.twin = None if later is None else next((g for g in later.graphs if g.name == graph.name), None)
         self._ranges = {r.name: r for r in dump.ranges}
 
@@ -138,7 +139,7 @@ def _per_token(view: _View) -> Iterator[Hit]:
             yield node, f"scalar {param.name!r} is baked as {param.value}"
     for node, twin in () if view.twin is None else match_nodes(view.graph, view.twin):
         told = {param.name for param in _telling(node)}
-        for what, before, after in node_changes(node, twin, same_addresses=True):
+        for what, before, after in node_changes(node, twin, view.sides):
             if what not in told:
                 yield node, f"{what!r} is baked as {before}, and as {after} for another token"
 
@@ -172,6 +173,8 @@ def _unchecked(view: _View) -> Iterator[Hit]:
     for node in view.graph.nodes:
         if node.kind not in _KNOWN_KINDS:
             yield node, f"what a node of kind {node.kind!r} does is not known here"
+        elif node.kind in ("kernel", "copy", "fill") and (node.kernel or node.copy_ or node.fill) is None:
+            yield node, f"the dump does not say what the {node.kind} is about"
     if not view.compared:
         return
     if view.twin is None:
@@ -277,8 +280,11 @@ def lint(dump: Dump, *, next_token: Dump | None = None, skip: Iterable[str] = ()
     `next_token`, a dump of the same graphs captured again for a later token: everything that differs, by bytes, in
     whatever kernel, copy or fill. What could not be looked at or compared is a finding too (`not-checked`).
 
-    Raises `InputError` for a damaged graph.
+    Raises `InputError` for a damaged graph, and for what is no dump.
     """
+    check_dump(dump)
+    if next_token is not None:
+        check_dump(next_token)
     left_out = set(skip)
     found = []
     for graph in dump.graphs:

@@ -7,13 +7,14 @@ from ds41rt.capture.dump import Dump, Graph
 from ds41rt.capture.finding import Finding, name_of
 from ds41rt.capture.layout import lay_out
 from ds41rt.capture.summary import summarise
+from ds41rt.capture.words import plural, visible
 
 _MOST_BUFFERS = 12
 
 
 def render_text(dump: Dump) -> str:
     """For people; every line that `inspect` prints."""
-    return "\n".join(_lines(dump)) + "\n"
+    return "\n".join(map(visible, _lines(dump))) + "\n"
 
 
 def render_findings(findings: list[Finding]) -> str:
@@ -24,8 +25,8 @@ def render_findings(findings: list[Finding]) -> str:
         lines += [f"{f.rule}: {where}: {f.why}", f"    {f.todo}"]
     rules = Counter(f.rule for f in findings)
     total = ", ".join(f"{n} {rule}" for rule, n in rules.items())
-    lines.append(f"{len(findings)} findings: {total}" if findings else "nothing found")
-    return "\n".join(lines) + "\n"
+    lines.append(f"{plural(len(findings), 'finding')}: {total}" if findings else "nothing found")
+    return "\n".join(map(visible, lines)) + "\n"
 
 
 def _lines(dump: Dump) -> Iterator[str]:
@@ -39,10 +40,10 @@ def _lines(dump: Dump) -> Iterator[str]:
 def _graph(graph: Graph) -> Iterator[str]:
     total = summarise(graph, lay_out(graph))
     covers = "" if graph.layers is None else f", layers {graph.layers[0]} to {graph.layers[1] - 1}"
-    yield f"{graph.name}{covers}: {len(graph.nodes)} nodes, {len(graph.edges)} edges"
+    yield f"{graph.name}{covers}: {plural(len(graph.nodes), 'node')}, {plural(len(graph.edges), 'edge')}"
     yield "  kinds: " + (", ".join(f"{n} {kind}" for kind, n in total.kinds.items()) or "none")
     if total.moved_nbytes is not None:
-        unknown = f", {total.n_unknown} nodes of unknown weight" if total.n_unknown else ""
+        unknown = f", {plural(total.n_unknown, 'node')} of unknown weight" if total.n_unknown else ""
         yield f"  moves: {size(total.moved_nbytes)} at least{unknown}"
     if total.heaviest is not None:
         share = 100 * total.layer_nbytes[total.heaviest] / max(total.moved_nbytes or 1, 1)

@@ -43,11 +43,11 @@ class Budget:
 def plan_budget(asked: Asked, memory: Memory, *, n_experts: int, top_k: int, slot_nbytes: int) -> Budget:
     """Slots for `n_experts` experts of `slot_nbytes` each. Raises `ConfigError` if one layer's picks do not fit.
 
-    By default the device takes all that is free but the sequences' part and a reserve, and the host tier what is
-    missing then, up to half of the host's available memory. Where device and host share one memory a second tier would
-    gain nothing: the default is none, and the device takes no more than the host has available.
+    By default the device takes all that is free but the sequences' part, scratch for a host tier and a reserve, and the
+    host tier what is missing then, up to half of the host's available memory. Where device and host share one memory a
+    second tier would gain nothing: the default is none, and the device takes no more than the host has available.
     """
-    device, device_reason = _device_slots(asked, memory, slot_nbytes)
+    device, device_reason = _device_slots(asked, memory, slot_nbytes, top_k)
     device = min(device, n_experts)
     host, host_reason = _host_slots(asked, memory, n_experts - device, slot_nbytes)
     host = min(host, n_experts - device)
@@ -56,12 +56,13 @@ def plan_budget(asked: Asked, memory: Memory, *, n_experts: int, top_k: int, slo
         raise ConfigError(
             f"{what} are fewer than one token's working set of {top_k} (top-k): the expert budget is {device_reason}, "
             f"{host_reason} on the host, at {slot_nbytes} bytes an expert; raise --expert-slots (expert_slots), "
-            "DS41RT_EXPERT_CACHE_GIB (expert_cache_gib) or DS41RT_HOST_CACHE_GIB (host_cache_gib)"
+            "--host-slots (host_slots), DS41RT_EXPERT_CACHE_GIB (expert_cache_gib) or DS41RT_HOST_CACHE_GIB "
+            "(host_cache_gib)"
         )
     return Budget(device, host, device_reason, host_reason)
 
 
-def _device_slots(asked: Asked, memory: Memory, slot_nbytes: int) -> tuple[int, str]:
+def _device_slots(asked: Asked, memory: Memory, slot_nbytes: int, top_k: int) -> tuple[int, str]:
     if asked.expert_slots is not None:
         return _not_negative("expert slots", asked.expert_slots), f"{asked.expert_slots} slots, as asked"
     if asked.expert_cache_gib is not None:
@@ -71,7 +72,8 @@ def _device_slots(asked: Asked, memory: Memory, slot_nbytes: int) -> tuple[int, 
     reserve = min(_RESERVE_NBYTES, free // _RESERVE_SHARE)
     nbytes = max(0, free - memory.sequences_nbytes - reserve)
     reason = f"{nbytes} bytes of {free} free, less {memory.sequences_nbytes} for two sequences and a reserve"
-    return max(0, nbytes // slot_nbytes - 1), reason
+    # slot 0 is reserved; a host tier needs room for copies of a layer's picks
+    return max(0, nbytes // slot_nbytes - 1 - (0 if memory.unified else top_k)), reason
 
 
 def _host_slots(asked: Asked, memory: Memory, n_missing: int, slot_nbytes: int) -> tuple[int, str]:

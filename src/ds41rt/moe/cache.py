@@ -17,6 +17,7 @@ is served in steps, so that the caller can move bytes between them and no key ev
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ds41rt.errors import CacheError, InputError
 from ds41rt.kernels.router import HOST_SLOT_BIT
@@ -75,9 +76,15 @@ class ExpertCache:
         self.evictions = 0
         self.failed = 0
         self.codes = array("i", [0]) * (n_layers * n_experts)
+        self._log = ChangeLog(n_experts)
+        self._policy = partial(make_policy, policy, evict_random_pct=evict_random_pct)
+        self._seed = seed
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        n_slots = self.n_slots
         self._device, self._host = (
-            Tier(n, make_policy(policy, max(n, 1), evict_random_pct=evict_random_pct, seed=seed + i))
-            for i, n in enumerate((n_slots, pool_slots))
+            Tier(n, self._policy(max(n, 1), seed=self._seed + i)) for i, n in enumerate((n_slots, self.pool_slots))
         )
         # The hit path goes through these for every layer of every token.
         self._begin_device = self._device.policy.begin_epoch
@@ -89,7 +96,6 @@ class ExpertCache:
         self._moving: dict[int, Move] = {}  # slot code -> its move: two entries a move
         self._n_in_transit = 0  # moves whose victim is in the host tier already, which has one key more until they end
         self._used_in_host: dict[int, None] = {}  # keys, in order of first use
-        self._log = ChangeLog(n_experts)
 
     def begin_epoch(self) -> None:
         """Unpin every slot: the next layer of the step starts. Raises `CacheError` while a plan is open."""
@@ -372,6 +378,32 @@ class ExpertCache:
     def _forget(self, move: Move) -> None:
         del self._moving[move.slot], self._moving[HOST_SLOT_BIT | move.home]
 
+    # ---- after an interrupt
+
+    def recover(self) -> list[int]:
+        """Keep the experts of which both maps say the same, where they are, and forget all else: the plan, moves, ages.
+
+        An interrupt may have come between any two statements of this file; whatever it left, an expert that both maps
+        place in a slot has its bytes there. To be called when no read, copy or kernel is on its way. What every key is
+        by then is pending for the slot table. Returns the pool slots that hold an expert.
+        """
+        found = [(key, code) for key, code in enumerate(self.codes) if code and self._key_in(code) == key]
+        in_host = [pair for pair in found if pair[1] >= HOST_SLOT_BIT][: self.host_slots]  # a move may have left more
+        kept = [*(pair for pair in found if pair[1] < HOST_SLOT_BIT), *in_host]
+        # From here to the end another interrupt leaves fewer experts on which the maps agree, never wrong ones.
+        self._start_empty()
+        for key in range(len(self.codes)):
+            self._place(key, 0)
+        for key, code in kept:
+            if code < HOST_SLOT_BIT:
+                self._device.put(code, key)
+            else:
+                self._host.put(code ^ HOST_SLOT_BIT, key)
+            self._place(key, code)
+        self._empty = [slot for slot in range(self.n_slots, 0, -1) if self._device.keys[slot] < 0]
+        self.begin_epoch()
+        return [code ^ HOST_SLOT_BIT for _, code in in_host]
+
     # ---- what the slot table does not know yet
 
     def changes(self) -> SlotChanges:
@@ -390,7 +422,7 @@ class ExpertCache:
 
     def _place(self, key: int, code: int) -> None:
         self.codes[key] = code
-        self._log.add(key, code)
+        self._log.add(key, code or -1)
 
     # ---- errors
 

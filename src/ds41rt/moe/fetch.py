@@ -235,6 +235,15 @@ class ExpertFetcher:
             )
         return slot
 
+    def recover(self) -> None:
+        """Wait for all reads, also those that an interrupt lost, and give up every slot: the pool recovers them."""
+        self.readers.drain()
+        self._unknown.clear()
+        self.ahead.recover()
+        for half in self._halves:
+            half.slots.clear()
+            half.unrecorded = False
+
     def close(self) -> None:
         """End the readers and destroy the events. The streams were drained; the pool is closed after this."""
         self.readers.close()

@@ -206,6 +206,12 @@ class Mover:
             self._cache.cancel(transfer.move)
             self._pool.give(transfer.spare)
 
+    def recover(self) -> None:
+        """Forget all moves once no copy of one is on its way; the cache and the pool forget them too."""
+        self.drain()
+        for batch in self._batches:
+            batch.transfers.clear()
+
     def drain(self) -> None:
         """Return once no copy of a move is on its way."""
         self._backend.synchronize(self._copies)

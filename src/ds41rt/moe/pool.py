@@ -6,6 +6,7 @@ thread; which expert is in which slot is the cache's business.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,12 @@ class PinnedPool:
 
     def quarantined_jobs(self) -> list[ReadJob]:
         return [job for _, job in self._quarantined]
+
+    def recover(self, held: Iterable[int]) -> None:
+        """Every slot but `held` is spare, whatever was said before: nothing reads or writes any of them."""
+        self._left.clear()
+        self._quarantined.clear()
+        self._spare = deque(sorted(set(range(1, self.n_slots + 1)).difference(held)))
 
     def close(self) -> None:
         """Free the memory. The readers were closed and the streams drained before."""

@@ -51,6 +51,11 @@ class Prefetch:
         """The slot and the read of this expert if there is one; both are the caller's from now on."""
         return self._pending.pop((layer, expert), None) if self._pending else None
 
+    def recover(self) -> None:
+        """Forget what is pending; the pool has its slots back in another way."""
+        self.n_wasted += len(self._pending)
+        self._pending.clear()
+
     def settle(self) -> None:
         """The layer that was guessed for has got what it needs: what is still pending was for nothing."""
         while self._pending:

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
 
+import numpy as np
+
 from ds41rt.capture.text import size
 from ds41rt.checkpoint.layout import ExpertLayout
 from ds41rt.checkpoint.synth_presets import RELEASED
@@ -27,7 +29,9 @@ from ds41rt.tools.progress import ProgressBar
 from ds41rt.tools.route_synth import PATTERNS, synthetic_routes
 from ds41rt.tools.tier_sim import Counts, Tiers, TierSimulator
 
+_RELEASED_COMPUTE_MS = 8.8  # a step-graph token without misses on an H200
 POLICIES = ("lru", "oldest", "least-used")
+_DEVICE_RESERVED = 1  # slot 0 of the device
 FORMULA = (
     "ms a token = compute + (host hits + file misses) x expert bytes / PCIe + file misses x expert bytes / disk; "
     "promotions run beside the step and are not in it, nor is what a fall costs beyond its read"
@@ -180,13 +184,29 @@ def simulate(trace: RouteTrace, policies: list[str], budgets: list[Tiers], warm_
     return rows
 
 
+def first_uses(trace: RouteTrace, warm_tokens: int) -> int:
+    """Picks behind the first `warm_tokens` of experts that no earlier token picked: misses whatever the cache holds."""
+    layers = np.arange(trace.facts.n_layers)[:, None] * trace.facts.n_experts
+    keys = trace.expert_ids + layers
+    return len(np.unique(keys)) - len(np.unique(keys[:warm_tokens]))
+
+
+def _gib(slots: int, facts: RouteFacts, n_reserved: int) -> str:
+    """The memory of `slots` slots and the reserved ones; no slots need no reserve."""
+    gib = (slots + n_reserved) * facts.slot_nbytes / 2**30 if slots else 0.0
+    return "<0.01" if 0 < gib < 0.01 else f"{gib:.2f}"
+
+
 def table(rows: list[Row], facts: RouteFacts) -> str:
     """The rows as two tables for people: what a token costs, and how often each segment's replay is clean."""
-    heads = ("device", "host", "policy", "on device", "in host", "file", "misses", "moves", "clean", "ms/token")
+    sizes, counts = ("device", "GiB", "host", "GiB"), ("on device", "in host", "file", "misses", "moves", "clean")
+    heads = (*sizes, "policy", *counts, "ms/token")
     lines = [heads] + [
         (
             f"{row.device_slots:,}",
+            _gib(row.device_slots, facts, _DEVICE_RESERVED),
             f"{row.host_slots:,}",
+            _gib(row.host_slots, facts, 0),
             row.policy,
             f"{100 * row.device_hit_rate:.2f} %",
             f"{100 * row.host_hit_rate:.2f} %",
@@ -213,10 +233,11 @@ def table(rows: list[Row], facts: RouteFacts) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+    left = lines[0].index("policy")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i == 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if i == left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )
@@ -247,7 +268,8 @@ def plot(rows: list[Row], title: str) -> str:
 
 def _budgets(args: argparse.Namespace, facts: RouteFacts) -> list[Tiers]:
     everything = facts.n_layers * facts.n_experts
-    device, host = _slots(args, "device", facts.slot_nbytes, 1), _slots(args, "host", facts.slot_nbytes, 0)
+    device = _slots(args, "device", facts.slot_nbytes, _DEVICE_RESERVED)
+    host = _slots(args, "host", facts.slot_nbytes, 0)
     pairs = [(min(d, everything), min(h, everything - min(d, everything))) for d in device for h in host]
     return [
         Tiers(
@@ -266,27 +288,40 @@ def _rates(args: argparse.Namespace) -> Rates:
     for name in ("pcie_gb_s", "disk_gb_s"):
         if not 0 < getattr(args, name) < math.inf:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: give a bandwidth above 0")
-    if not 0 <= args.compute_ms < math.inf:
-        raise InputError(f"--compute-ms {args.compute_ms}: give milliseconds from 0")
-    return Rates(args.pcie_gb_s, args.disk_gb_s, args.compute_ms)
+    compute_ms = _RELEASED_COMPUTE_MS if args.compute_ms is None else args.compute_ms
+    if not 0 <= compute_ms < math.inf:
+        raise InputError(f"--compute-ms {compute_ms}: give milliseconds from 0")
+    return Rates(args.pcie_gb_s, args.disk_gb_s, compute_ms)
 
 
 def cache_sim(args: argparse.Namespace) -> int:
     if args.moves is None:
         args.moves = MOVES_PER_TOKEN
+    if args.moves < 0:
+        raise InputError(f"--moves must be at least 0, is {args.moves}")
+    if args.warm_tokens is not None and args.warm_tokens < 0:
+        raise InputError(f"--warm-tokens must be at least 0, is {args.warm_tokens}")
     rates, policies = _rates(args), _policies(args.policies)
     trace, name = _trace_of(args)
     facts = trace.facts
     warm = trace.n_tokens // 3 if args.warm_tokens is None else args.warm_tokens
     budgets = _budgets(args, facts)
+    foreign_compute = args.compute_ms is None and facts != route_facts(RELEASED)
     with ExitStack() as stack:
         svg: BinaryIO | None = None if args.svg is None else stack.enter_context(output_file(args.svg))
         rows = simulate(trace, policies, budgets, warm, rates)
         if svg is not None:
             svg.write(plot(rows, f"{facts.n_layers * facts.n_experts:,} experts, {name}").encode())
+    first = first_uses(trace, warm) / (trace.n_tokens - warm)
     if args.json:
         result = {
-            "trace": {"name": name, "tokens": trace.n_tokens, "warm_tokens": warm, **asdict(facts)},
+            "trace": {
+                "name": name,
+                "tokens": trace.n_tokens,
+                "warm_tokens": warm,
+                "first_uses_per_token": first,
+                **asdict(facts),
+            },
             "assumed": {
                 **asdict(rates),
                 "evict_random_pct": args.evict_random_pct,
@@ -305,7 +340,13 @@ def cache_sim(args: argparse.Namespace) -> int:
     )
     print(f"{table(rows, facts)}\n\n{FORMULA}")
     print(
-        f"assumed: compute {rates.compute_ms:g} ms, PCIe {rates.pcie_gb_s:g} GB/s, disk {rates.disk_gb_s:g} GB/s; "
-        f"up to {args.moves} promotions a token, of experts hit in the host tier {args.promote_after} times or more"
+        f"of the misses, {first:.2f} a token are the first use of an expert in the whole trace: no cache saves these, "
+        "and a longer trace has fewer"
+    )
+    whose = " (the released model's on an H200; give this model's with --compute-ms)" if foreign_compute else ""
+    print(
+        f"assumed: compute {rates.compute_ms:g} ms{whose}, PCIe {rates.pcie_gb_s:g} GB/s, disk "
+        f"{rates.disk_gb_s:g} GB/s; up to {args.moves} promotions a token, of experts hit in the host tier "
+        f"{args.promote_after} times or more"
     )
     return 0

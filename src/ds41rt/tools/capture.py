@@ -43,7 +43,7 @@ def _inspect(args: argparse.Namespace) -> int:
         dump, _ = _dump(args, again=False)
         if file is not None:
             file.write(_rendered(args.out, dump, lint(dump)))
-    sys.stdout.write(dump.to_json() if args.json else render_text(dump))
+    sys.stdout.write(dump.to_json() if args.json else render_text(dump) + _written(args.out))
     return 0
 
 
@@ -63,7 +63,7 @@ def _lint(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"title": dump.title, "findings": [asdict(finding) for finding in findings]}))
     else:
-        sys.stdout.write(render_findings(findings))
+        sys.stdout.write(render_findings(findings) + _written(args.out))
     return 1 if findings else 0
 
 
@@ -98,6 +98,10 @@ def _loaded(path: Path, segment: int | None) -> Dump:
 def _check_out(out: Path | None) -> None:
     if out is not None and out.suffix not in _FORMATS:
         raise InputError(f"--out {out}: the name must end in {', '.join(_FORMATS)}, which chooses what is written")
+
+
+def _written(out: Path | None) -> str:
+    return "" if out is None else f"{out}: written\n"
 
 
 def _rendered(out: Path, dump: Dump, findings: Sequence[Finding]) -> bytes:

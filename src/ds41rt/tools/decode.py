@@ -71,7 +71,7 @@ def positions_needed(engine: Engine, seq: DecodeSequence, prompt: list[int], max
     if seq.position + total > engine.max_context:
         raise ContextFullError(
             f"a prompt of {len(prompt)} tokens and {max_new} new ones need {total} positions, the maximum context is "
-            f"{engine.max_context}; raise --max-context or lower --max-new"
+            f"{engine.max_context}; raise it (max_context, DS41RT_MAX_CONTEXT) or ask for fewer new tokens"
         )
     engine.check_tokens(prompt)
     return total
@@ -88,11 +88,15 @@ def greedy(
     trace: TraceRecorder | None = None,
     routes: RouteRecorder | None = None,
     progress: ProgressBar | None = None,
+    new: list[int] | None = None,
 ) -> Run:
-    """Feed `prompt`, then up to `max_new` argmax tokens; the last new token is not fed. Raises what a step raises."""
+    """Feed `prompt`, then up to `max_new` argmax tokens; the last new token is not fed. Raises what a step raises.
+
+    `new`: an empty list to fill, for a caller who wants what there is when a step fails.
+    """
     total = positions_needed(engine, seq, prompt, max_new)
     kept: list[NDArray[np.float32]] = []
-    new: list[int] = []
+    new = [] if new is None else new
     stopped = "max-new"
     feed = list(prompt)
     start = time.perf_counter()
@@ -125,7 +129,7 @@ def parse_ids(text: str, where: str) -> list[int]:
     if not text.strip():
         raise InputError(f"{where}: there are no token ids; give for example 1,2,3")
     ids = []
-    for piece in re.split(r"[,\s]+", text.strip()):
+    for piece in re.split(r"\s*,\s*|\s+", text.strip()):
         if not re.fullmatch(r"[0-9]{1,18}", piece):
             shown = piece if len(piece) <= 40 else piece[:40] + "..."
             raise InputError(f"{where}: {shown!r} is not a token id; give non-negative integers, for example 1,2,3")
@@ -198,13 +202,29 @@ def _outputs(stack: ExitStack, args: argparse.Namespace) -> list[BinaryIO | None
     return [None if path is None else stack.enter_context(output_file(path)) for path in paths]
 
 
+def _print_tokens(args: argparse.Namespace, tokens: list[int]) -> None:
+    if not tokens:
+        return
+    print(",".join(map(str, tokens)))
+    if args.prompt is not None:
+        print(load_tokenizer(args.checkpoint).decode(tokens))
+    sys.stdout.flush()
+
+
 def decode(args: argparse.Namespace) -> int:
     if args.max_new < 0:
         raise InputError(f"--max-new must not be negative, is {args.max_new}")
     if args.trace_values and args.trace_out is None:
         raise InputError("--trace-values goes with --trace-out, which names the file")
     prompt = prompt_of(args, args.checkpoint)
+    new: list[int] = []
+
+    def print_what_there_is(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not args.json:
+            _print_tokens(args, new)
+
     with ExitStack() as stack:
+        stack.push(print_what_there_is)  # first, so called last: the progress bar is off the screen then
         logits_out, trace_out, routes_out = _outputs(stack, args)
         bar = stack.enter_context(ProgressBar("loading"))
         engine = stack.enter_context(
@@ -240,6 +260,7 @@ def decode(args: argparse.Namespace) -> int:
             trace=trace,
             routes=routes,
             progress=bar,
+            new=new,
         )
         if logits_out is not None and run.logits is not None:
             np.save(logits_out, run.logits)
@@ -251,10 +272,7 @@ def decode(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"backend": backend, **run.as_dict()}))
         return 0
-    print(",".join(map(str, run.tokens)))
-    if args.prompt is not None and run.tokens:
-        print(load_tokenizer(args.checkpoint).decode(run.tokens))
-    sys.stdout.flush()
+    _print_tokens(args, run.tokens)
     print(
         f"{run.positions} positions, {run.tokens_per_s:.1f} tokens/s without loading, backend {backend}, "
         f"stopped: {run.stopped}\n{counters(run.stats)}",

@@ -14,6 +14,7 @@ from ds41rt.capture.dump import Dump, Graph, Range, ReadBack
 from ds41rt.capture.inspect import backend_names, dump_graph, make_dump
 from ds41rt.capture.keeper import GraphKeeper
 from ds41rt.capture.ranges import Names
+from ds41rt.capture.words import visible
 from ds41rt.engine import DecodeSequence, Engine
 from ds41rt.errors import InputError, UnsupportedError
 from ds41rt.step.buffers import SavedLayout
@@ -91,7 +92,7 @@ def only_segment(dump: Dump, owner: int | None, where: str = "the dump") -> Dump
         return dump
     graphs: tuple[Graph, ...] = tuple(graph for graph in dump.graphs if graph.name == f"segment {owner}")
     if not graphs:
-        names = ", ".join(graph.name for graph in dump.graphs) or "none"
+        names = visible(", ".join(graph.name for graph in dump.graphs)) or "none"
         raise InputError(f"--segment {owner}: there is no such segment; {where} has {names}")
     return dump.model_copy(update={"graphs": graphs})
 

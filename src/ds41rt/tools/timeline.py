@@ -16,6 +16,7 @@ from ds41rt.tools.progress import ProgressBar
 from ds41rt.tools.timeline_backend import TimelineBackend, Token
 from ds41rt.tools.timeline_events import trace_events
 from ds41rt.tools.timeline_record import Recorder
+from ds41rt.trace.record import mode_of
 
 
 def summary(token: Token) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def timeline(args: argparse.Namespace) -> int:
             )
         )
         tokens = record(engine, backend, prompt, args.tokens)
-        mode = "step-graph" if engine.machine.step_graph else "eager"
+        mode = mode_of(engine)
         about = {"ds41rt": __version__, "backend": raw.name, "device": raw.device_name, "mode": mode}
         events = trace_events(tokens, f"ds41rt {__version__}, {mode}", f"{raw.name}: {raw.device_name}")
         out.write(json.dumps({**events, "otherData": about}).encode())

@@ -175,6 +175,10 @@ def check_run(engine: Engine, run: Arrays, label: str, golden: NDArray[Any], rep
 
 def compare(directory: Path, backend: str | None, schedule: str) -> Report:
     """All levels on one golden directory. Raises `InputError` if it is none."""
+    if not (directory / "run.npz").exists():
+        below = [str(path.parent) for path in sorted(directory.glob("*/run.npz"))]
+        hint = f": {' or '.join(below)}" if below else ", for example tests/goldens/tiny-a"
+        raise InputError(f"{directory}: has no run.npz; give a golden directory{hint}")
     run = GoldenFile(directory / "run.npz")
     traces: Sequence[tuple[str, Arrays]] = [
         (p.stem.removeprefix("trace_"), GoldenFile(p)) for p in sorted(directory.glob("trace_s*.npz"))

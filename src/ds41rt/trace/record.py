@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ds41rt import __version__
 from ds41rt.cu.backend import Stream
-from ds41rt.engine import Engine
+from ds41rt.engine import Engine, Mode
 from ds41rt.step.hash_log import PartReader, hash64
 from ds41rt.trace.file import PARTS, VERSION, Arrays, Trace, layout, selection_name
 
@@ -32,6 +32,13 @@ class _Token:
     rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)
     hashes: dict[tuple[str, int], int] = field(default_factory=dict)
     values: dict[tuple[str, int], NDArray[Any]] = field(default_factory=dict)
+
+
+def mode_of(engine: Engine) -> Mode:
+    """The mode that an engine steps in, which may not be the one asked for: not every engine captures."""
+    if not engine.machine.step_graph:
+        return "eager"
+    return "adaptive" if engine.settings.adaptive else "step-graph"
 
 
 class TraceRecorder:
@@ -112,7 +119,7 @@ class TraceRecorder:
             "ds41rt": __version__,
             "backend": engine.backend.name,
             "device": engine.backend.device_name,
-            "mode": "step-graph" if engine.machine.step_graph else "eager",
+            "mode": mode_of(engine),
             "expert_slots": str(engine.cache.n_slots),
             "index_keys": engine.settings.index_keys,
             "engram": "off" if engine.settings.no_engram else "on",

@@ -6,6 +6,8 @@ Plain results. Must not know how they were found.
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ds41rt.capture.words import plural
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -61,7 +63,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a capture. `ok` is true when it succeeded, and `first` is None then.
+    """What became of a capture. `ok` is true when it succeeded, and `first` is None then. One that is known to have
+    captured nothing failed.
 
     `later` are errors after the first one: they follow from it, or happened on the way out. `captures` and `n_nodes`
     count what was captured well; the nodes of a capture that explain did not end are not known. `notes` say what else
@@ -83,9 +86,8 @@ class Explanation:
         """For people: the answer first, then the details, then the later errors."""
         lines = []
         if self.first is None:
-            graphs = "1 graph" if self.captures == 1 else f"{self.captures} graphs"
-            nodes = "" if self.n_nodes is None else f" of {self.n_nodes} nodes in all"
-            lines.append(f"{self.subject}: captured well, {graphs}{nodes}")
+            nodes = "" if self.n_nodes is None else f" of {plural(self.n_nodes, 'node')} in all"
+            lines.append(f"{self.subject}: captured well, {plural(self.captures, 'graph')}{nodes}")
         else:
             lines += [f"{self.subject}: the capture failed", *_answer(self.first), "", *_details(self.first)]
             if self.later:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ds41rt.capture.explain.answer import Explanation, Failure, Related, Site
 from ds41rt.capture.explain.foreign_errors import code_name, code_of, function_of
 from ds41rt.capture.explain.lines import Joined, Moment
-from ds41rt.capture.explain.rules import COLLECTED, ENDED, NOT_CUDA, Rule, hints, rule_of
+from ds41rt.capture.explain.rules import COLLECTED, EMPTY, ENDED, NOT_CUDA, Rule, hints, rule_of
 from ds41rt.capture.explain.sources import line_text, statement
 from ds41rt.cu.backend import CaptureStatus
 from ds41rt.cu.call_site import Frame
@@ -172,6 +172,12 @@ def from_open_end(moment: Moment, stream: str | None) -> Suspect:
 def _odd(moment: Moment, stream: str | None, what: str, rule: Rule) -> Suspect:
     failure = from_moment(moment, stream).failure
     return Suspect(replace(failure, what=what, rule=rule.rule, fix=rule.fix), moment.error, True)
+
+
+def nothing_captured() -> Failure:
+    """The end of the capture went well, and left a graph without nodes."""
+    end = failure_of(None, (), None, before=CaptureStatus.ACTIVE, after=CaptureStatus.NONE)
+    return replace(end, what="nothing was captured: the graph has no nodes", rule=EMPTY.rule, fix=EMPTY.fix)
 
 
 def from_end(end: CudaError, stream: str) -> Suspect:

@@ -119,6 +119,13 @@ ENDED = Rule(
     "Leave the end out of the captured code. Code that is to begin and end its own capture takes no arguments: run it "
     "with --self-capture (self_capture).",
 )
+EMPTY = Rule(
+    "A graph holds the work that is put on the capturing stream, and on streams forked from it, while the capture is "
+    "open. There was none, so a launch of the graph would do nothing.",
+    "Put the work on the stream that is given (PyTorch: under torch.cuda.stream(torch.cuda.ExternalStream(stream))), "
+    "where a backend is given through that one. Work on another stream ran, or was captured, elsewhere. A callable "
+    "that only returns a coroutine or a generator has done nothing yet: let it run that.",
+)
 
 COLLECTED = (
     "Python's garbage collector ran during this line: a finaliser of some unrelated object, which frees or unloads "

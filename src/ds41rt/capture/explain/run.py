@@ -26,6 +26,7 @@ from ds41rt.capture.explain.blame import (
     from_moment,
     from_open_end,
     from_trouble,
+    nothing_captured,
     verdict,
 )
 from ds41rt.capture.explain.lines import LineWatch, Moment
@@ -35,6 +36,13 @@ from ds41rt.cu.capture_probe import CaptureMode, CaptureProbe
 from ds41rt.cu.recording import RecordingBackend
 from ds41rt.cu.result import CudaError, Status
 from ds41rt.errors import InputError
+
+# What a call may make instead of running the body.
+_UNRUN: tuple[tuple[str, Callable[[object], bool]], ...] = (
+    ("a coroutine", inspect.iscoroutinefunction),
+    ("a generator", inspect.isgeneratorfunction),
+    ("an asynchronous generator", inspect.isasyncgenfunction),
+)
 
 
 def explain(
@@ -84,11 +92,20 @@ def explain(
 
 
 def takes(call: Callable[..., object], self_capture: bool) -> int:
-    """How many arguments the callable has to be given: 2, 1, or with `self_capture` 0. Raises `InputError`."""
+    """How many arguments the callable has to be given: 2, 1, or with `self_capture` 0.
+
+    Raises `InputError`, also for a callable whose body a call does not run.
+    """
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError) as e:
         raise InputError(f"{call!r}: its parameters cannot be seen; wrap it in a function of your own") from e
+    made = next((what for what, is_such in _UNRUN if is_such(call) or is_such(type(call).__call__)), None)
+    if made is not None:
+        raise InputError(
+            f"{_name(call)}: a call of it only makes {made}, and runs nothing of its body; give a plain function that "
+            "runs it to its end"
+        )
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     n = -1 if any(p.kind is p.KEYWORD_ONLY for p in wanted) else len(wanted)
     said = ", ".join(p.name for p in wanted) or "nothing"
@@ -103,7 +120,9 @@ def takes(call: Callable[..., object], self_capture: bool) -> int:
 
 
 def _name(call: Callable[..., object]) -> str:
-    return f"{getattr(call, '__module__', '?')}:{getattr(call, '__qualname__', repr(call))}"
+    if not hasattr(call, "__qualname__"):
+        return f"an object of {_name(type(call))}"
+    return f"{getattr(call, '__module__', '?')}:{call.__qualname__}"
 
 
 def _owner(call: Callable[..., object]) -> Owner:
@@ -138,7 +157,10 @@ def _through_backend(call: Callable[..., object], backend: GpuBackend, stream: i
     try:
         recorder.begin_capture(origin)
         call(recorder.as_backend, origin)
+        others = recorder.n_nodes
         backend.destroy_graph(recorder.end_capture(origin))
+        if others and recorder.n_nodes == others:
+            notes.append("the capture on the given stream stayed empty; the nodes are of captures that it made itself")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what the user's code raises is the answer
         left = error
     finally:
@@ -176,8 +198,12 @@ def from_recording(
 def _fine(
     subject: str, suspects: Sequence[Suspect], captures: int, n_nodes: int | None, notes: Sequence[str]
 ) -> Explanation:
+    """No capture failed. `n_nodes` is None where they could not be counted; without a node it failed all the same."""
     harmless = (f"an error that broke nothing: {suspect.failure.what}" for suspect in suspects)
-    return Explanation(subject, True, captures, n_nodes, notes=(*notes, *harmless))
+    said = (*notes, *harmless)
+    if n_nodes == 0:
+        return Explanation(subject, False, 0, 0, nothing_captured(), notes=said)
+    return Explanation(subject, True, captures, n_nodes, notes=said)
 
 
 # ---- on raw streams, watched line by line

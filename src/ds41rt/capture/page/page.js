@@ -54,7 +54,22 @@ function highlights() {
   return list && new Map(list.map((node) => [node, "mark-x"]));
 }
 
+/** What the link names and there is not, if anything: its key. */
+function lost() {
+  if (state.graph !== undefined && !chosenGraph()) return "graph";
+  if (state.node !== undefined && !chosenNode()) return "node";
+  if (state.buffer !== undefined && !buffers.has(state.buffer)) return "buffer";
+  if (state.kernel !== undefined && !kernels.has(state.kernel)) return "kernel";
+  return state.layer !== undefined && !layers.has(Number(state.layer)) ? "layer" : undefined;
+}
+
 function view() {
+  const key = lost();
+  const where = key === "node" && chosenGraph() ? `Graph ${state.graph}` : "This dump";
+  return [key && el("p", {class: "bad"}, `${where} has no ${key} ${state[key]}.`), chosenView()];
+}
+
+function chosenView() {
   const node = chosenNode();
   if (node) return nodeView(node);
   if (chosenGraph()) return graphView(chosenGraph());
@@ -62,8 +77,7 @@ function view() {
   if (kernels.has(state.kernel)) return kernelView(kernels.get(state.kernel));
   if (layers.has(Number(state.layer))) return layerView(layers.get(Number(state.layer)));
   if (state.q !== undefined) return searchView(state.q, search(state.q));
-  const lost = ["node", "graph", "buffer", "kernel", "layer"].find((key) => state[key] !== undefined);
-  return [lost && el("p", {class: "bad"}, `This dump has no ${lost} ${state[lost]}.`), overview()];
+  return overview();
 }
 
 function show() {

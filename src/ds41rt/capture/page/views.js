@@ -120,8 +120,8 @@ function graphView(graph) {
       table(null, reads, [1]) || none("The host reads nothing after a launch of it, or nobody said.")),
     section(plural(found.length, "finding"), findingList(found, true)),
     graph.starts && section("Starts in parallel", list(graph.starts, one)),
-    section("Forks", table(["at", "into"], forks, [])),
-    section("Joins", table(["of", "at"], joins, [])),
+    section("Forks", table(["at", "into"], forks, [], "halves")),
+    section("Joins", table(["of", "at"], joins, [], "halves")),
     section("Bytes by layer", table(null, graph.layer_moved.map(([layer, moved]) =>
       [link(toLayer(layer), `layer ${layer}`), size(moved)]), [1])),
     section("Nodes", list(graph.nodes, nodeRow)),
