@@ -238,9 +238,12 @@ def test_garbage_is_not_collected_in_a_capture_of_ours(rig: Rig) -> None:
             freed.append("in the capture" if rig.backend.live()["captures"] else "outside")
             rig.backend.free(self.buf)
 
+    x = rig.backend.alloc("x", 64)
+
     def program(backend: GpuBackend, stream: Stream) -> None:
         Owner()
         _ = [[n] for n in range(3000)]  # enough new containers to start a collection
+        backend.fill(x.ptr, 1, 64, stream)
 
     assert explain(program, backend=rig.backend, stream=rig.main).ok
     gc.collect()

@@ -393,7 +393,8 @@ class ExpertCache:
         # From here to the end another interrupt leaves fewer experts on which the maps agree, never wrong ones.
         self._start_empty()
         for key in range(len(self.codes)):
-            self._place(key, 0)
+            self.codes[key] = 0
+            self._log.add(key, -1)
         for key, code in kept:
             if code < HOST_SLOT_BIT:
                 self._device.put(code, key)
@@ -422,7 +423,7 @@ class ExpertCache:
 
     def _place(self, key: int, code: int) -> None:
         self.codes[key] = code
-        self._log.add(key, code or -1)
+        self._log.add(key, code)
 
     # ---- errors
 
