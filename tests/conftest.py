@@ -5,6 +5,7 @@ for exactly that reason, unless DS41RT_REQUIRE_GPU=1 (as in `make test-gpu`) tur
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def golden() -> Path:
     """The golden set: `checkpoint/` and the values that an independent implementation got from it."""
     return Path(__file__).parent / "goldens" / "tiny-a"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_are_heard() -> Iterator[None]:
+    """Ctrl-C is KeyboardInterrupt, also in a run that was started with SIGINT ignored, as in the background."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -213,3 +213,13 @@ def test_weights_that_are_not_finite(checkpoint: Checkpoints) -> None:
                 with pytest.raises(NotFiniteError, match="position 0: a logit is not finite"):
                     engine.decode_step(seq, 5)
                 assert seq.position == 0
+
+
+def test_progress_counts_the_bytes_that_are_loaded(checkpoint: Checkpoints) -> None:
+    told: list[tuple[int, int]] = []
+    with Engine.open(checkpoint("micro"), backend="host", progress=lambda done, total: told.append((done, total))) as e:
+        total = sum(nbytes for _, nbytes in e._source.resident_tensors())
+    assert {of for _, of in told} == {total}
+    done = [n for n, _ in told]
+    assert done == sorted(set(done))
+    assert (done[0] > 0, done[-1]) == (True, total)

@@ -165,14 +165,6 @@ def test_every_layer_is_an_epoch_of_its_own(checkpoint: Checkpoints) -> None:
 # ---- interrupts
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is KeyboardInterrupt, also in a process that was started with it ignored, as in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class Interrupting:
     """A model source; from its n-th expert read on reads wait for `go`, and the n-th sends Ctrl-C to the main thread
     once that waits for reads."""
@@ -196,7 +188,6 @@ class Interrupting:
         self.source.read_expert(layer, expert, out, offset)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("n", range(10))
 def test_an_interrupted_decode(checkpoint: Checkpoints, n: int) -> None:
     """Ctrl-C while reads run, at ten points: it ends the step at once, nothing is lost, the token can be repeated."""
@@ -225,7 +216,6 @@ def test_an_interrupted_decode(checkpoint: Checkpoints, n: int) -> None:
         check_counters(run, undisturbed=False)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("n", range(10))
 def test_an_interrupt_and_then_close(checkpoint: Checkpoints, n: int) -> None:
     """Closing waits for the reads that still run; no thread and no pinned memory is left."""

@@ -169,3 +169,44 @@ def test_an_interrupted_submission_keeps_its_slot_until_the_read_is_over() -> No
     assert counts(rig) == (0, 0, 0, 0)
     rig.check()
     rig.close()
+
+
+def test_what_is_forgotten_was_for_nothing() -> None:
+    rig = Rig(0, 6, spare=9, threads=2)
+    rig.fetcher.ahead.issue(1, [4, 5], TOP_K)
+    rig.fetcher.recover()
+    rig.pool.recover(rig.cache.recover())
+    assert counts(rig) == (2, 0, 2, 0)
+    assert rig.pool.n_spare == 9 + 6
+    assert rig.fetch(1, [4, 5, 6]) == 3
+    assert counts(rig) == (2, 0, 2, 0)
+    rig.check()
+    rig.close()
+
+
+def test_a_recovery_waits_for_the_reads_that_it_forgets() -> None:
+    rig = Rig(0, 6, spare=9, threads=2)
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def slow(layer: int, expert: int) -> None:
+        begun.release()
+        assert go.wait(LIMIT)
+
+    rig.source.before = slow
+    rig.fetcher.ahead.issue(1, [4], TOP_K)
+    assert begun.acquire(timeout=LIMIT)
+    ((_, job),) = rig.fetcher.ahead._pending.values()
+    drain = rig.fetcher.readers.drain
+
+    def opens() -> None:
+        go.set()
+        drain()
+
+    rig.fetcher.readers.drain = opens  # type: ignore[method-assign] # a spy
+    rig.fetcher.recover()
+    was_done = job.done
+    go.set()
+    assert was_done
+    rig.pool.recover(rig.cache.recover())
+    rig.check()
+    rig.close()
