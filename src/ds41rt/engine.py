@@ -686,12 +686,14 @@ class Engine:
             if self._unsettled:
                 self._recover()
             self._unsettled = True
-            yield
+            try:
+                yield
+            except Exception as e:
+                self._unsettled = _follows_an_interrupt(e)
+                raise
             self._unsettled = False
-        except Exception as e:
-            self._unsettled = self._unsettled and _follows_an_interrupt(e)
-            if isinstance(e, CudaError):
-                self._close_if_lost(e)
+        except CudaError as e:
+            self._close_if_lost(e)
             raise
         finally:
             self._busy.release()

@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from engine_harness import Checkpoints, Run, reference
+from engine_harness import Checkpoints, FailAt, Run, out_of_memory, reference
 from structlog.testing import capture_logs
 
 import ds41rt
+from ds41rt.cu.result import CudaError
 from ds41rt.engine import Engine, _follows_an_interrupt
 from ds41rt.errors import InputError
 from ds41rt.kernels.router import HOST_SLOT_BIT
@@ -141,6 +142,18 @@ def test_an_interrupted_call_is_said_and_the_experts_stay(checkpoint: Checkpoint
         said = [line for line in logs if "interrupted" in line["event"]]
         assert [line["kept"] for line in said] == [resident]
         assert run.stats().misses - misses < 12
+
+
+def test_a_recovery_that_fails_is_done_again(checkpoint: Checkpoints) -> None:
+    with Run(reference(checkpoint("micro")), slots=12, host_slots=12) as run:
+        run.steps(4)
+        Interrupt(300).run(lambda: run.engine.decode_step(run.seq, 5))
+        with pytest.raises(CudaError, match="planted"), run.hooked(FailAt(0, out_of_memory())):
+            run.engine.decode_step(run.seq, 5)
+        with capture_logs() as logs:
+            run.step()
+        assert ["interrupted" in line["event"] for line in logs].count(True) == 1
+        check_slots(run.engine)
 
 
 def test_an_error_that_ends_an_interrupted_call_counts_as_one() -> None:
