@@ -8,7 +8,8 @@ from small_graphs import NBYTES, changed, graph_of, page, rig
 from ds41rt.capture import lint
 from ds41rt.capture.dot import render_dot
 from ds41rt.capture.dump import Dump, Graph, Kernel, Node, ReadBack
-from ds41rt.capture.text import render_findings, render_text, size
+from ds41rt.capture.text import render_findings, render_text
+from ds41rt.capture.words import size
 
 
 def test_text_says_what_a_graph_amounts_to() -> None:

@@ -34,7 +34,8 @@ def test_what_is_asked_for_is_read_once(sizes: tuple[int, int], threads: int) ->
     rig.close()
 
 
-def test_the_running_read_is_waited_for_and_not_begun_again() -> None:
+def running_read() -> tuple[Rig, threading.Event]:
+    """A rig that reads expert 4 of layer 1 ahead: a reader is in the middle of it until the event is set."""
     rig = Rig(0, 6, spare=9, threads=2)
     begun, go = threading.Semaphore(0), threading.Event()
 
@@ -45,6 +46,11 @@ def test_the_running_read_is_waited_for_and_not_begun_again() -> None:
     rig.source.before = slow
     rig.fetcher.ahead.issue(1, [4], TOP_K)
     assert begun.acquire(timeout=LIMIT)
+    return rig, go
+
+
+def test_the_running_read_is_waited_for_and_not_begun_again() -> None:
+    rig, go = running_read()
     wait = rig.fetcher.readers.wait
 
     def opens(jobs: object) -> None:
@@ -185,16 +191,7 @@ def test_what_is_forgotten_was_for_nothing() -> None:
 
 
 def test_a_recovery_waits_for_the_reads_that_it_forgets() -> None:
-    rig = Rig(0, 6, spare=9, threads=2)
-    begun, go = threading.Semaphore(0), threading.Event()
-
-    def slow(layer: int, expert: int) -> None:
-        begun.release()
-        assert go.wait(LIMIT)
-
-    rig.source.before = slow
-    rig.fetcher.ahead.issue(1, [4], TOP_K)
-    assert begun.acquire(timeout=LIMIT)
+    rig, go = running_read()
     ((_, job),) = rig.fetcher.ahead._pending.values()
     drain = rig.fetcher.readers.drain
 

@@ -7,7 +7,7 @@ from ds41rt.capture.dump import Dump, Graph
 from ds41rt.capture.finding import Finding, name_of
 from ds41rt.capture.layout import lay_out
 from ds41rt.capture.summary import summarise
-from ds41rt.capture.words import plural, visible
+from ds41rt.capture.words import plural, size, visible
 
 _MOST_BUFFERS = 12
 
@@ -79,13 +79,3 @@ def _buffers(graph: Graph) -> Iterator[str]:
     blind = sum(node.kind == "kernel" and (node.kernel is None or node.kernel.params is None) for node in graph.nodes)
     if blind:
         yield f"  kernels with unknown parameters: {blind}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: three digits and a unit."""
-    amount, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 999.5:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{nbytes} B" if unit == "B" else f"{amount:.3g} {unit}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from ds41rt import __version__
 from ds41rt.attn.sequence import SequenceBuffers
-from ds41rt.capture.text import size
+from ds41rt.capture.words import size
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.synth_presets import PRESETS, RELEASED, first_layers
 from ds41rt.config import ModelConfig

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds41rt import __version__
-from ds41rt.capture.text import size
+from ds41rt.capture.words import size
 from ds41rt.checkpoint.direct import DirectReader
 from ds41rt.checkpoint.filled import FilledSource
 from ds41rt.checkpoint.safetensors import Shard

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ds41rt.capture.text import size
+from ds41rt.capture.words import size
 from ds41rt.checkpoint.layout import ExpertLayout
 from ds41rt.checkpoint.synth_presets import RELEASED
 from ds41rt.config import ModelConfig

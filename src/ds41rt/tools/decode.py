@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ds41rt.capture.text import size
+from ds41rt.capture.words import size
 from ds41rt.checkpoint.token_map import load_tokenizer
 from ds41rt.engine import DecodeSequence, Engine, Stats
 from ds41rt.errors import ContextFullError, InputError

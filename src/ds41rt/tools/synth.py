@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from ds41rt.capture.text import size
+from ds41rt.capture.words import size
 from ds41rt.checkpoint.synth import synthesize
 
 
